@@ -1,0 +1,126 @@
+"""Meshes: what ``--mesh`` says, and the DeviceMesh it becomes."""
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from dtengine.layout import MESH_AXES
+from dtengine.torch_private import flat_group
+
+_POSITIONAL = {1: ("dp",), 2: ("dp", "tp"), 3: ("pp", "dp", "tp")}
+_NOT_YET = {"pp": "pipelines", "cp": "context parallelism", "ep": "expert parallelism"}
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Read a mesh: "8" is dp=8, "2x4" is dp=2,tp=4, "2x2x2" is pp=2,dp=2,tp=2; "rep=2,dp=2,tp=2" names its axes.
+
+    Returns:
+        {mesh axis: size}, outermost first, in the order of MESH_AXES whatever order was typed.
+
+    Raises:
+        ValueError: not a mesh, an unknown or repeated axis, a size below 1, or an axis that is not there yet.
+    """
+    form = "A mesh is sizes as 8, 2x4 or 2x2x2, or named axes as rep=2,dp=2,tp=2"
+    text = text.strip()
+    if "=" in text:
+        pairs = [part.strip().partition("=")[::2] for part in text.split(",")]
+    else:
+        sizes = text.split("x")
+        if len(sizes) not in _POSITIONAL:
+            raise ValueError(f"--mesh {text}: {len(sizes)} sizes, but at most 3 go without names. {form}.")
+        pairs = list(zip(_POSITIONAL[len(sizes)], sizes, strict=True))
+    names = [name.strip() for name, _ in pairs]
+    unknown = [n for n in names if n not in MESH_AXES]
+    if unknown:
+        raise ValueError(f"--mesh {text}: no mesh axis is called {', '.join(unknown)!r}. Use {', '.join(MESH_AXES)}.")
+    repeated = sorted({n for n in names if names.count(n) > 1})
+    if repeated:
+        raise ValueError(f"--mesh {text}: axis {', '.join(repeated)} is given twice. Name each axis once.")
+    mesh = {}
+    for name, size in pairs:
+        if not size.strip().isascii() or not size.strip().isdigit() or int(size) < 1:
+            raise ValueError(
+                f"--mesh {text}: {size.strip() or 'an empty size'!s} for {name.strip()} is no whole number of at least "
+                f"1. {form}."
+            )
+        mesh[name.strip()] = int(size)
+    for name, what in _NOT_YET.items():
+        if mesh.get(name, 1) > 1:
+            raise ValueError(f"--mesh {text}: {name}={mesh[name]}, but {what} are not there yet. Use rep, dp and tp.")
+    return {name: mesh[name] for name in MESH_AXES if name in mesh}
+
+
+def num_ranks(mesh: Mapping[str, int]) -> int:
+    """Return the product of the mesh sizes."""
+    total = 1
+    for size in mesh.values():
+        total *= size
+    return total
+
+
+def check_world(text: str, mesh: Mapping[str, int], world_size: int, launcher: str) -> None:
+    """Raise ValueError where a launcher started another number of ranks than the mesh has."""
+    ranks = num_ranks(mesh)
+    if ranks == world_size:
+        return
+    nearest = [f"{d}x{world_size // d}" for d in range(1, world_size + 1) if world_size % d == 0]
+    tp = mesh.get("tp", 1)
+    fits = f"dp={world_size // tp},tp={tp}" if world_size % tp == 0 else nearest[len(nearest) // 2]
+    raise ValueError(
+        f"--mesh {text}: {ranks} ranks, but {launcher} started {world_size}. The product of the mesh sizes must be the "
+        f"number of ranks. Use --mesh {fits}, or start {ranks}."
+    )
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A DeviceMesh as one rank sees it, with the name of every group that a step may communicate in.
+
+    Attributes:
+        device_mesh: named torch DeviceMesh over all ranks.
+        sizes: {mesh axis: size} in mesh order.
+        coordinate: this rank's index on each mesh axis, in mesh order.
+        groups: {mesh axes: process-group name} for each axis and each set of axes with more than one rank.
+        on_gloo: whether tensors of this mesh travel over gloo, where a reduce-scatter is built another way.
+    """
+
+    device_mesh: DeviceMesh
+    sizes: dict[str, int]
+    coordinate: tuple[int, ...]
+    groups: dict[tuple[str, ...], str]
+    on_gloo: bool
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes, outermost first."""
+        return tuple(self.sizes)
+
+    @property
+    def num_ranks(self) -> int:
+        """Product of the mesh sizes."""
+        return num_ranks(self.sizes)
+
+    def split_axes(self) -> tuple[str, ...]:
+        """The mesh axes with more than one rank."""
+        return tuple(name for name, size in self.sizes.items() if size > 1)
+
+
+def build_mesh(sizes: Mapping[str, int], device: torch.device | str = "cpu") -> Mesh:
+    """Build the DeviceMesh over the default process group.
+
+    A sum over several axes is one collective over their flattened group; all groups are made here, in one order on
+    all ranks, which keeps group creation out of the step.
+    """
+    device_mesh = init_device_mesh(torch.device(device).type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    coordinate = device_mesh.get_coordinate()
+    assert coordinate is not None, "the mesh covers every rank"
+    split = [name for name, size in sizes.items() if size > 1]
+    groups = {(name,): device_mesh.get_group(name).group_name for name in split}
+    for count in range(2, len(split) + 1):
+        for names in itertools.combinations(split, count):
+            groups[names] = flat_group(device_mesh, names).group_name
+    return Mesh(device_mesh, dict(sizes), tuple(coordinate), groups, dist.get_backend() == "gloo")

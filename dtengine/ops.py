@@ -1,0 +1,486 @@
+"""Named-axis operations: torch calls on local shards, with the layout checked and gradients laid out by rule.
+
+Model code names the axes of every operand ("batch seq embed, embed mlp -> batch seq mlp"). With a mesh the operands are
+DTensors; each operation checks their placements against the compute layout, calls torch on the local shards and wraps
+the result. Without a mesh the same functions are plain torch on one device, which is the oracle of every test.
+
+The whole rule, for each mesh axis m:
+    output:                 split where its logical axis is on m; Partial where a split axis was summed away
+    gradient of an operand: split where its logical axis is on m; else Partial where another operand is split on m;
+                            else as the output's gradient is (a vector-Jacobian product is linear in that gradient)
+
+Only ``constrain`` and the vocabulary-parallel loss communicate.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from dtengine import random
+from dtengine.layout import Axes, Layout, Placements, axes_of
+from dtengine.mesh import Mesh
+from dtengine.shard import Move, bounds_of, redistribute, wrap
+from dtengine.torch_private import all_reduce
+
+
+class Recorded(NamedTuple):
+    """One value that an operation made: where, with which axes, shape and placements (for ``--explain``)."""
+
+    site: str
+    axes: Axes
+    shape: tuple[int, ...]
+    placements: Placements
+
+
+@dataclass(frozen=True)
+class Ops:
+    """Named-axis operations bound to a mesh and a compute layout, or to one device.
+
+    Attributes:
+        mesh: None for plain torch on one device.
+        layout: the compute layout.
+        dropout_key: int64 tensor, the random key of this step, or None where dropout is off (evaluation).
+        rows: [batch] int64, each row's index in the step's global batch; dropout is keyed by it.
+        dropout_rate: probability that an element is zeroed.
+        site: name of the place in the model, part of each dropout's key.
+        record: called with each value made, where given.
+    """
+
+    mesh: Mesh | None = None
+    layout: Layout | None = None
+    dropout_key: Tensor | None = None
+    rows: Tensor | None = None
+    dropout_rate: float = 0.0
+    site: str = ""
+    record: Callable[[Recorded], None] | None = None
+
+    def at(self, site: str) -> "Ops":
+        """Return the same operations for a named place inside this one."""
+        return replace(self, site=f"{self.site}.{site}" if self.site else site)
+
+    # --- operations on shards -----------------------------------------------------------------------------------
+
+    def einsum(self, equation: str, *operands: Tensor) -> Tensor:
+        """Multiply and sum over named axes, as torch.einsum.
+
+        Args:
+            equation: "batch seq embed, embed mlp -> batch seq mlp".
+            operands: laid out as the compute layout says for their axes.
+
+        Returns:
+            The result; Partial over a mesh axis that split a summed axis, to be ``constrain``-ed next.
+
+        Raises:
+            ValueError: an operand whose placements or sizes do not match its axes.
+        """
+        inputs, output = _parse(equation)
+        return self._call(
+            f"einsum '{equation}'", lambda *x: _contract(inputs, output, *x), inputs, output, operands, True
+        )
+
+    def local(self, function: Callable[..., Tensor], equation: str, *operands: Tensor, whole: str = "") -> Tensor:
+        """Apply a function to each rank's shards.
+
+        Args:
+            function: from local tensors to one local tensor.
+            equation: the axes of the operands and of the result, as in ``einsum``.
+            operands: laid out as the compute layout says for their axes.
+            whole: axes along which the function mixes elements; they, and axes that vanish, must not be split.
+
+        Returns:
+            The result, laid out as the compute layout says for its axes.
+
+        Raises:
+            ValueError: as einsum, or an axis that must be whole is split.
+        """
+        inputs, output = _parse(equation)
+        vanish = {a for axes in inputs for a in axes if a not in output}
+        return self._call(
+            f"local '{equation}'", function, inputs, output, operands, False, vanish | set(axes_of(whole))
+        )
+
+    def constrain(self, x: Tensor, axes: str) -> Tensor:
+        """Bring a value to the layout of its axes; the one place where activations communicate.
+
+        The gradient goes to the placements of the input, with Partial read as Replicate: under sequence parallel that
+        is one all-gather and one reduce-scatter each way.
+
+        Args:
+            x: any placements, Partial included.
+            axes: logical axes of x; ``seq`` where it is next used whole, ``res_seq`` in the residual stream.
+        """
+        if self.mesh is None:
+            return x
+        assert isinstance(x, DTensor)
+        target = self._placements(axes_of(axes))
+        self._note(axes_of(axes), x.shape, target)
+        return _Constrain.apply(x, target, self.mesh)  # type: ignore[return-value]
+
+    def index(self, axis: str, size: int, device: torch.device | None = None) -> Tensor:
+        """Return the global positions [size] (int64) along an axis, laid out as the axis is."""
+        if self.mesh is None:
+            return torch.arange(size, device=device)
+        placements = self._placements((axis,))
+        ((start, stop),) = bounds_of((size,), placements, self.mesh)
+        return wrap(torch.arange(start, stop, device=device), self.mesh, placements, (size,))
+
+    # --- operations that models share -----------------------------------------------------------------------------
+
+    def embedding(self, table: Tensor, tokens: Tensor) -> Tensor:
+        """Look tokens up in a table whose rows may be split (vocabulary parallel).
+
+        Args:
+            table: [vocab, embed].
+            tokens: [batch, seq] int64.
+
+        Returns:
+            [batch, res_seq, embed], laid out as the residual stream.
+
+        Collectives:
+            Where vocab is split: one all-reduce over tp forward; with sequence parallel one reduce-scatter forward and
+            one all-gather backward.
+        """
+        start, stop = self._bounds(table, 0)
+
+        def look_up(rows: Tensor, ids: Tensor) -> Tensor:
+            if (start, stop) == (0, table.shape[0]):
+                return F.embedding(ids, rows)
+            mine = (ids >= start) & (ids < stop)
+            if stop == start:  # this rank has no row
+                return rows.sum() + ids.unsqueeze(-1) * rows.new_zeros(rows.shape[1])
+            return F.embedding(torch.where(mine, ids - start, 0), rows) * mine.unsqueeze(-1)
+
+        inputs = (("vocab", "embed"), ("batch", "seq"))
+        x = self._call("embedding", look_up, inputs, ("batch", "seq", "embed"), (table, tokens), True)
+        return self.constrain(x, "batch res_seq embed")
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
+        """Normalise [batch, res_seq, embed] over embed to mean 0 and variance 1; then scale and shift."""
+        equation = "batch res_seq embed, embed, embed -> batch res_seq embed"
+        return self.local(lambda x, w, b: F.layer_norm(x, w.shape, w, b, eps), equation, x, weight, bias, whole="embed")
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+        """Divide [batch, res_seq, embed] by its root mean square over embed; then scale."""
+        equation = "batch res_seq embed, embed -> batch res_seq embed"
+        return self.local(lambda x, w: F.rms_norm(x, w.shape, w, eps), equation, x, weight, whole="embed")
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Apply causal scaled-dot-product attention to grouped query heads.
+
+        Args:
+            q: [batch, kv_heads, q_per_kv, seq, head_dim].
+            k: [batch, kv_heads, seq, head_dim].
+            v: [batch, kv_heads, seq, head_dim].
+
+        Returns:
+            [batch, kv_heads, q_per_kv, seq, head_dim], laid out as q.
+        """
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if q.numel() == 0:  # a rank without a head, or without a row
+                return q + (k.sum() + v.sum()).to(q.dtype) * 0
+            groups = q.shape[1:3]
+            heads = F.scaled_dot_product_attention(
+                q.flatten(1, 2), k, v, is_causal=True, enable_gqa=q.shape[2] != 1
+            )
+            return heads.unflatten(1, groups)
+
+        equation = (
+            "batch kv_heads q_per_kv seq head_dim, batch kv_heads seq head_dim, batch kv_heads seq head_dim "
+            "-> batch kv_heads q_per_kv seq head_dim"
+        )
+        return self.local(attend, equation, q, k, v, whole="seq head_dim")
+
+    def dropout(self, x: Tensor, axes: str, site: str) -> Tensor:
+        """Zero elements with probability ``dropout_rate`` and scale the others by 1 / (1 - dropout_rate).
+
+        An element's fate depends on the run's seed, the step, the site, its row in the global batch and its index, so
+        every mesh and every number of microbatches draws the same mask.
+
+        Args:
+            x: axes[0] must be batch.
+            axes: logical axes of x.
+            site: a name, unique within the block.
+        """
+        rate = self.dropout_rate
+        if self.dropout_key is None or rate == 0.0:
+            return x
+        assert self.rows is not None
+        names = axes_of(axes)
+        site_key = random.key(f"{self.site}.{site}")
+        step_key = self.dropout_key
+        sizes = x.shape[1:]
+
+        def drop(x: Tensor, rows: Tensor, *indices: Tensor) -> Tensor:
+            element = rows
+            for size, index in zip(sizes, indices, strict=True):
+                element = element.unsqueeze(-1) * size + index
+            keep = random.keep_mask(random.fold(site_key, step_key), element, rate)
+            return torch.where(keep, x * (1.0 / (1.0 - rate)), 0.0)
+
+        indices = [self.index(a, s, x.device) for a, s in zip(names[1:], sizes, strict=True)]
+        equation = ", ".join([axes, "batch", *names[1:]]) + f" -> {axes}"
+        return self.local(drop, equation, x, self.rows, *indices)
+
+    def cross_entropy(self, logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weighted sum of token losses, and the sum of the weights, without gathering the logits.
+
+        Args:
+            logits: [batch, seq, vocab]; vocab may be split.
+            targets: [batch, seq] int64; negative where the token is not counted.
+            weights: [batch, seq].
+
+        Returns:
+            (loss, count), scalars in nats and tokens, Partial over the axes that split the batch.
+
+        Collectives:
+            Where vocab is split: forward one all-reduce (max) and one all-reduce (sum) over tp; backward none.
+        """
+        start, stop = self._bounds(logits, 2)
+        group = None
+        if self.mesh is not None:
+            split = tuple(m for m, p in zip(self.mesh.axes, logits.placements, strict=True) if p == Shard(2))
+            group = self.mesh.groups.get(split)
+
+        def loss(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+            counted = torch.where(targets >= 0, weights, 0)
+            if group is None:
+                flat = F.cross_entropy(
+                    _wide(logits).flatten(0, 1), targets.clamp(min=0).flatten(), reduction="none"
+                )
+                return (flat.view(targets.shape) * counted).sum()
+            losses = _SplitCrossEntropy.apply(_wide(logits), targets.clamp(min=0), start, stop, group)
+            return (losses * counted).sum()
+
+        def count(targets: Tensor, weights: Tensor) -> Tensor:
+            return torch.where(targets >= 0, weights, 0).sum()
+
+        inputs = (("batch", "seq", "vocab"), ("batch", "seq"), ("batch", "seq"))
+        # The loss of a token is whole on every tp rank (the sum over vocab is done inside), so vocab counts as kept.
+        total = self._call(
+            "cross_entropy", loss, inputs, (), (logits, targets, weights), True, frozenset(), frozenset({"vocab"})
+        )
+        return total, self._call("count", count, inputs[1:], (), (targets, weights), True)
+
+    # --- the mechanism --------------------------------------------------------------------------------------------
+
+    def _placements(self, axes: Axes) -> Placements:
+        assert self.layout is not None and self.mesh is not None
+        return self.layout.placements(axes, self.mesh.sizes)
+
+    def _bounds(self, x: Tensor, dim: int) -> tuple[int, int]:
+        """[start, stop) of this rank's part of a dim."""
+        if self.mesh is None:
+            return 0, x.shape[dim]
+        assert isinstance(x, DTensor)
+        return bounds_of(x.shape, tuple(x.placements), self.mesh)[dim]
+
+    def _note(self, axes: Axes, shape: Sequence[int], placements: Placements) -> None:
+        if self.record is not None:
+            self.record(Recorded(self.site, axes, tuple(shape), placements))
+
+    def _call(
+        self,
+        what: str,
+        function: Callable[..., Tensor],
+        inputs: Sequence[Axes],
+        output: Axes,
+        operands: Sequence[Tensor],
+        sums: bool,
+        whole: frozenset[str] | set[str] = frozenset(),
+        reduced: frozenset[str] = frozenset(),
+    ) -> Tensor:
+        """Check the operands, call the function on their shards and wrap the result.
+
+        Args:
+            sums: whether an axis missing from the output was summed, so that the output is Partial where it is split.
+            whole: axes that must not be split.
+            reduced: split axes that the function has summed over the group by itself.
+        """
+        if len(inputs) != len(operands):
+            raise ValueError(f"ops.{what}: {len(operands)} operands for {len(inputs)} terms; give one for each.")
+        sizes: dict[str, int] = {}
+        for axes, x in zip(inputs, operands, strict=True):
+            if len(axes) != x.dim():
+                raise ValueError(f"ops.{what}: axes '{' '.join(axes)}' for shape {tuple(x.shape)}; name each dim.")
+            for axis, size in zip(axes, x.shape, strict=True):
+                if sizes.setdefault(axis, size) != size:
+                    raise ValueError(f"ops.{what}: {axis} is {sizes[axis]} and {size}; an axis has one size.")
+        if self.mesh is None:
+            return function(*operands)
+        for axes, x in zip(inputs, operands, strict=True):
+            want = self._placements(axes)
+            if not isinstance(x, DTensor) or tuple(x.placements) != want:
+                have = tuple(x.placements) if isinstance(x, DTensor) else "a plain tensor"
+                raise ValueError(
+                    f"ops.{what} at {self.site}: '{' '.join(axes)}' is laid out as {have}; the compute layout says "
+                    f"{want}. Use ops.constrain(x, axes) first."
+                )
+        on = {m: {a for axes in inputs for a in axes if self._axis_on(m, axes) == a} for m in self.mesh.axes}
+        placements: list[Any] = []
+        for m in self.mesh.axes:
+            split = on[m] - reduced
+            if len(split) > 1:
+                raise ValueError(f"ops.{what}: {m} splits {', '.join(sorted(split))}; it may split one axis.")
+            if split & set(whole):
+                raise ValueError(f"ops.{what}: {m} splits {', '.join(split)}, which must be whole here.")
+            axis = next(iter(split), None)
+            if axis is None:
+                placements.append(Replicate())
+            elif axis in output:
+                placements.append(Shard(output.index(axis)))
+            else:
+                assert sums, "an axis that vanishes is either summed or whole"
+                placements.append(Partial())
+        shape = tuple(sizes[a] for a in output)
+        split_axes = tuple(bool(on[m]) for m in self.mesh.axes)
+        call = _Call(function, self.mesh, tuple(placements), shape, split_axes, f"{what} at {self.site}")
+        self._note(output, shape, call.placements)
+        return _OnShards.apply(call, *operands)  # type: ignore[return-value]
+
+    def _axis_on(self, mesh_axis: str, axes: Axes) -> str | None:
+        assert self.layout is not None and self.mesh is not None
+        return self.layout.decide(axes, self.mesh.sizes)[0].get(mesh_axis)
+
+
+class _Call(NamedTuple):
+    function: Callable[..., Tensor]
+    mesh: Mesh
+    placements: Placements
+    shape: tuple[int, ...]
+    split: tuple[bool, ...]  # for each mesh axis: is some operand split on it?
+    what: str
+
+
+class _OnShards(torch.autograd.Function):
+    """Call a function on local shards; lay gradients out by the rule at the top of this module."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *operands: DTensor) -> DTensor:
+        leaves = []
+        with torch.enable_grad():
+            for x, wanted in zip(operands, ctx.needs_input_grad[1:], strict=True):
+                leaves.append(x.to_local().detach().requires_grad_(wanted))
+            out = call.function(*leaves)
+        ctx.call, ctx.leaves, ctx.out = call, leaves, out
+        ctx.operands = [(tuple(x.placements), tuple(x.shape)) for x in operands]
+        return wrap(out.detach(), call.mesh, call.placements, call.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[Any, ...]:  # type: ignore[override]
+        call: _Call = ctx.call
+        for made, given in zip(call.placements, grad.placements, strict=True):
+            if isinstance(made, Shard) and given != made or isinstance(made, Partial) and not given.is_replicate():
+                raise RuntimeError(
+                    f"ops.{call.what}: made {call.placements}, its gradient came as {tuple(grad.placements)}"
+                )
+        wanted = [leaf for leaf in ctx.leaves if leaf.requires_grad]
+        local = iter(torch.autograd.grad(ctx.out, wanted, grad.to_local(), allow_unused=True, materialize_grads=True))
+        grads: list[Any] = [None]
+        for leaf, (placements, shape) in zip(ctx.leaves, ctx.operands, strict=True):
+            if not leaf.requires_grad:
+                grads.append(None)
+                continue
+            laid = tuple(
+                p if isinstance(p, Shard) else Partial() if split else given
+                for p, split, given in zip(placements, call.split, grad.placements, strict=True)
+            )
+            grads.append(wrap(next(local), call.mesh, laid, shape))
+        return tuple(grads)
+
+
+class _Constrain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, target: Placements, mesh: Mesh) -> DTensor:
+        ctx.source = tuple(Replicate() if isinstance(p, Partial) else p for p in x.placements)
+        ctx.mesh = mesh
+        return _move(x, target, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return _move(grad, ctx.source, ctx.mesh), None, None
+
+
+def _move(x: DTensor, target: Placements, mesh: Mesh) -> DTensor:
+    (local,) = redistribute([x.to_local()], [Move(tuple(x.placements), target, tuple(x.shape))], mesh)
+    return wrap(local, mesh, target, x.shape)
+
+
+class _SplitCrossEntropy(torch.autograd.Function):
+    """Token losses from logits whose vocabulary is split over a group.
+
+    Source: Shoeybi et al., "Megatron-LM", 2019, section 3 (the loss without gathering the logits).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, start: int, stop: int, group: str) -> Tensor:
+        if stop > start:
+            largest = logits.amax(-1)
+        else:
+            largest = logits.new_full(logits.shape[:-1], -torch.inf)
+        largest = all_reduce(largest, "max", group)
+        shifted = logits - largest.unsqueeze(-1)
+        mine = (targets >= start) & (targets < stop)
+        inside = torch.where(mine, targets - start, 0).unsqueeze(-1)
+        exponents = shifted.exp()
+        if stop > start:
+            chosen = torch.where(mine, shifted.gather(-1, inside).squeeze(-1), 0.0)
+        else:
+            chosen = torch.zeros_like(largest)
+        total, chosen = all_reduce(torch.stack([exponents.sum(-1), chosen]), "sum", group).unbind(0)
+        ctx.save_for_backward(exponents, total, mine, inside)
+        return total.log() - chosen
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        exponents, total, mine, inside = ctx.saved_tensors
+        out = exponents * (grad / total).unsqueeze(-1)
+        if out.shape[-1]:
+            out = out.scatter_add(-1, inside, torch.where(mine, -grad, 0.0).unsqueeze(-1))
+        return out, None, None, None, None
+
+
+def _wide(logits: Tensor) -> Tensor:
+    """Loss in at least fp32."""
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _contract(inputs: Sequence[Axes], output: Axes, *operands: Tensor) -> Tensor:
+    """Multiply and sum local tensors: one matrix product where two operands share summed axes only.
+
+    torch.einsum makes a batched product of it, with four times as many nodes in a trace.
+    """
+    summed = [a for a in inputs[0] if a not in output]
+    shared = set(inputs[0]) & set(inputs[-1])
+    if len(inputs) != 2 or not summed or shared != set(summed):
+        letters = {a: chr(97 + i) for i, a in enumerate(dict.fromkeys(a for axes in inputs for a in axes))}
+        terms = ",".join("".join(letters[a] for a in axes) for axes in inputs)
+        return torch.einsum(f"{terms}->{''.join(letters[a] for a in output)}", *operands)
+    left, right = operands
+    rows, columns = ([a for a in axes if a not in shared] for axes in inputs)
+    size = {a: s for axes, x in zip(inputs, operands, strict=True) for a, s in zip(axes, x.shape, strict=True)}
+    inner = math.prod(size[a] for a in summed)
+    x = _permute(left, inputs[0], [*rows, *summed]).reshape(math.prod(size[a] for a in rows), inner)
+    if inputs[1] == (*columns, *summed):  # a stored transpose stays one
+        y = right.reshape(math.prod(size[a] for a in columns), inner).t()
+    else:
+        y = _permute(right, inputs[1], [*summed, *columns]).reshape(inner, math.prod(size[a] for a in columns))
+    made = (x @ y).view([size[a] for a in (*rows, *columns)])
+    return _permute(made, (*rows, *columns), output)
+
+
+def _permute(x: Tensor, have: Sequence[str], want: Sequence[str]) -> Tensor:
+    return x if list(have) == list(want) else x.permute([have.index(a) for a in want])
+
+
+def _parse(equation: str) -> tuple[tuple[Axes, ...], Axes]:
+    left, arrow, right = equation.partition("->")
+    if not arrow:
+        raise ValueError(f"ops '{equation}': no '->'; write the result's axes behind it.")
+    return tuple(axes_of(term) for term in left.split(",")), axes_of(right)
