@@ -21,7 +21,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -242,6 +242,15 @@ def die_with_parent(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _lost_peer(error: BaseException | None) -> bool:
+    """Tell whether an exception, or one that it came from, only says that another rank went away."""
+    while error is not None:
+        if isinstance(error, dist.DistError) or PEER_GONE.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def report_failure(error: BaseException) -> None:
     """Write an exception to the file that the launcher reads; the first report of a process stands.
 
@@ -251,9 +260,6 @@ def report_failure(error: BaseException) -> None:
     path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE") or os.devnull)
     if path.exists():
         return
-    chain, link = [error], error
-    while (link := link.__cause__ or link.__context__) is not None and link not in chain:
-        chain.append(link)
     what = f"{type(error).__name__}: {error}"
     code = error.code if isinstance(error, SystemExit) else 1
     if isinstance(error, SystemExit):
@@ -264,7 +270,7 @@ def report_failure(error: BaseException) -> None:
         "time_ns": time.time_ns(),
         "exitcode": code if isinstance(code, int) else int(code is not None),
         "user_error": str(error) if isinstance(error, ValueError) else None,
-        "secondary": any(isinstance(e, dist.DistError) or PEER_GONE.search(str(e)) is not None for e in chain),
+        "lost_peer": _lost_peer(error),
     }
     with suppress(OSError):  # a full disk: the exit code still tells
         path.with_suffix(".part").write_text(json.dumps(record))
@@ -388,10 +394,10 @@ class _Agent(LocalElasticAgent):
                 self.failed = min(self._failures(processes), key=lambda f: f[0])[1]
                 logger.debug("rank %d ended between two looks", rank)
             return result
-        (secondary, _), failed = failures[0]
+        (lost_peer, _), failed = failures[0]
         self._first_sign = self._first_sign or time.monotonic()
         # A rank that reported its exception is given time to end by itself; NCCL may hold it in the teardown.
-        waiting = secondary or processes[failed.rank].pid not in self._ended
+        waiting = lost_peer or processes[failed.rank].pid not in self._ended
         if waiting and time.monotonic() - self._first_sign < SETTLE_S:
             return RunResult(state=WorkerState.HEALTHY)
         self.failed = failed
@@ -409,12 +415,13 @@ class _Agent(LocalElasticAgent):
                 what, trace = report["message"]["message"], report["message"]["extraInfo"]["py_callstack"]
                 code = ended[1] if ended is not None and ended[1] < 0 else report["exitcode"]
                 failed = RankFailed(rank, code, what, trace, report["user_error"], where)
-                yield (report["secondary"], report["time_ns"]), failed
+                yield (report["lost_peer"], report["time_ns"]), failed
             elif ended is not None:
                 # A rank that returned stays until all have: whoever has ended here left, whatever its exit code.
                 what = f"left with exit code {ended[1]} before the end of its work"
                 if ended[1] < 0:
-                    what = f"killed by {signal.Signals(-ended[1]).name}"
+                    name = next((s.name for s in signal.Signals if s == -ended[1]), f"signal {-ended[1]}")
+                    what = f"killed by {name}"
                 yield (False, ended[0]), RankFailed(rank, ended[1], what, where=where)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
@@ -471,8 +478,9 @@ def start_ranks(
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     handled = [number for number in SIGNALS if handlers[number] is not signal.SIG_IGN]  # nohup stays nohup
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in handled)
-    with tempfile.TemporaryDirectory(prefix="dtengine-") as temporary, _quiet_elastic(log_dir):
-        errors = _ErrorFiles(log_dir or Path(temporary))
+    folder = nullcontext(log_dir) if log_dir else tempfile.TemporaryDirectory(prefix="dtengine-")
+    with folder as errors_dir, _quiet_elastic(log_dir):
+        errors = _ErrorFiles(Path(errors_dir))
         spec = WorkerSpec(
             role="rank",
             local_world_size=num_ranks,
@@ -562,7 +570,8 @@ def _run_rank(
         entry(*args)
     except BaseException as error:
         report_failure(error)
-        logger.error("rank %d failed", rank, exc_info=error, extra={"file_only": True})
+        what = "stopped because another rank failed" if _lost_peer(error) else "failed"
+        logger.error("rank %d %s", rank, what, exc_info=error, extra={"file_only": True})
         sys.exit((error.code if isinstance(error, SystemExit) else 1) or 1)
 
 

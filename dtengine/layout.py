@@ -15,9 +15,19 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 MESH_AXES = ("pp", "rep", "dp", "cp", "ep", "tp")
-LOGICAL_AXES = (
-    "batch seq res_seq embed kv_heads q_per_kv head_dim mlp vocab experts positions".split()
-)  # positions: rows of a learned position table
+LOGICAL_AXES = [
+    "batch",
+    "seq",
+    "res_seq",
+    "embed",
+    "kv_heads",
+    "q_per_kv",
+    "head_dim",
+    "mlp",
+    "vocab",
+    "experts",
+    "positions",
+]  # positions: rows of a learned position table
 
 Axes = tuple[str, ...]
 Placements = tuple[Placement, ...]

@@ -186,9 +186,7 @@ class Ops:
             if q.numel() == 0:  # a rank without a head, or without a row
                 return q + (k.sum() + v.sum()).to(q.dtype) * 0
             groups = q.shape[1:3]
-            heads = F.scaled_dot_product_attention(
-                q.flatten(1, 2), k, v, is_causal=True, enable_gqa=q.shape[2] != 1
-            )
+            heads = F.scaled_dot_product_attention(q.flatten(1, 2), k, v, is_causal=True, enable_gqa=q.shape[2] != 1)
             return heads.unflatten(1, groups)
 
         equation = (
@@ -251,9 +249,7 @@ class Ops:
         def loss(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
             counted = torch.where(targets >= 0, weights, 0)
             if group is None:
-                flat = F.cross_entropy(
-                    _wide(logits).flatten(0, 1), targets.clamp(min=0).flatten(), reduction="none"
-                )
+                flat = F.cross_entropy(_wide(logits).flatten(0, 1), targets.clamp(min=0).flatten(), reduction="none")
                 return (flat.view(targets.shape) * counted).sum()
             losses = _SplitCrossEntropy.apply(_wide(logits), targets.clamp(min=0), start, stop, group)
             return (losses * counted).sum()
@@ -376,7 +372,7 @@ class _OnShards(torch.autograd.Function):
     def backward(ctx: Any, grad: DTensor) -> tuple[Any, ...]:  # type: ignore[override]
         call: _Call = ctx.call
         for made, given in zip(call.placements, grad.placements, strict=True):
-            if isinstance(made, Shard) and given != made or isinstance(made, Partial) and not given.is_replicate():
+            if (isinstance(made, Shard) and given != made) or (isinstance(made, Partial) and not given.is_replicate()):
                 raise RuntimeError(
                     f"ops.{call.what}: made {call.placements}, its gradient came as {tuple(grad.placements)}"
                 )
@@ -420,10 +416,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, start: int, stop: int, group: str) -> Tensor:
-        if stop > start:
-            largest = logits.amax(-1)
-        else:
-            largest = logits.new_full(logits.shape[:-1], -torch.inf)
+        largest = logits.amax(-1) if stop > start else logits.new_full(logits.shape[:-1], -torch.inf)
         largest = all_reduce(largest, "max", group)
         shifted = logits - largest.unsqueeze(-1)
         mine = (targets >= start) & (targets < stop)

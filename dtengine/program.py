@@ -166,9 +166,7 @@ def _collectives(graph: fx.Graph, mesh: Mesh) -> list[Collective]:
         group = next(a for a in reversed(node.args) if isinstance(a, str) and a in axes_of_group)
         size = sum(t.numel() * t.element_size() for t in operands)
         shapes = [f"{tuple(t.shape)}{t.dtype}" for t in operands]
-        found.append(
-            Collective(_OPERATIONS[operator], axes_of_group[group], size, f"{operator} {' '.join(shapes)}")
-        )
+        found.append(Collective(_OPERATIONS[operator], axes_of_group[group], size, f"{operator} {' '.join(shapes)}"))
     return found
 
 

@@ -8,9 +8,11 @@ between the body and the tail of a loop, and then the bits would depend on how a
 import hashlib
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MUL_1 = 0xBF58476D1CE4E5B9
 _MUL_2 = 0x94D049BB133111EB
@@ -18,7 +20,7 @@ _MUL_2 = 0x94D049BB133111EB
 
 def _signed(value: int) -> int:
     """Return the int64 with the same bits as an unsigned 64-bit ``value``."""
-    value &= 0xFFFFFFFFFFFFFFFF
+    value &= MASK
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
@@ -36,6 +38,16 @@ def mix(x: Tensor) -> Tensor:
     x = (x ^ _shift(x, 30)) * _signed(_MUL_1)
     x = (x ^ _shift(x, 27)) * _signed(_MUL_2)
     return x ^ _shift(x, 31)
+
+
+def scramble(x: np.ndarray) -> np.ndarray:
+    """Hash uint64 values by one SplitMix64 step, in numpy: for the data side, which runs before ranks are forked, when
+    torch must not have started its threads.
+    """
+    x = x + np.uint64(_GOLDEN)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(_MUL_1)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(_MUL_2)
+    return x ^ (x >> np.uint64(31))
 
 
 def key(*parts: int | str) -> int:

@@ -90,9 +90,7 @@ def redistribute(tensors: Sequence[Tensor], moves: Sequence[Move], mesh: Mesh) -
             for a in axes:
                 now[i][a] = Replicate()
     for axis in reversed(range(len(mesh.axes))):
-        chosen = [
-            i for i, m in enumerate(moves) if isinstance(now[i][axis], Shard) and now[i][axis] != m.target[axis]
-        ]
+        chosen = [i for i, m in enumerate(moves) if isinstance(now[i][axis], Shard) and now[i][axis] != m.target[axis]]
         _apply(_all_gather, chosen, local, now, moves, mesh, axis)
     for i, move in enumerate(moves):
         local[i] = _slice(local[i], now[i], move, mesh)
@@ -199,16 +197,12 @@ def _slice(tensor: Tensor, now: list, move: Move, mesh: Mesh) -> Tensor:
         return tensor
     have = bounds_of(move.shape, tuple(now), mesh)
     want = bounds_of(move.shape, move.target, mesh)
-    cut = tuple(
-        slice(start - offset, stop - offset) for (start, stop), (offset, _) in zip(want, have, strict=True)
-    )
+    cut = tuple(slice(start - offset, stop - offset) for (start, stop), (offset, _) in zip(want, have, strict=True))
     return tensor[cut].contiguous() if any(h != w for h, w in zip(have, want, strict=True)) else tensor
 
 
 def gather(tensors: Sequence[DTensor], mesh: Mesh) -> list[Tensor]:
     """Return the whole tensors, on every rank; for tests, small models and reports."""
-    moves = [
-        Move(tuple(t.placements), tuple(Replicate() for _ in t.placements), tuple(t.shape)) for t in tensors
-    ]
+    moves = [Move(tuple(t.placements), tuple(Replicate() for _ in t.placements), tuple(t.shape)) for t in tensors]
     with torch.no_grad():
         return redistribute([t.to_local() for t in tensors], moves, mesh)

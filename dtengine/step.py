@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dtengine import random, trees
 from dtengine.data import Batch
@@ -374,9 +374,7 @@ class Step:
         return [Move(self._placed(source, n), self._placed(target, n), p.shape) for n, p in self.params.items()]
 
     def _to_optimizer(self) -> list[Move]:
-        return [
-            Move(self.buffers[n], self._placed(self.plan.optimizer, n), p.shape) for n, p in self.params.items()
-        ]
+        return [Move(self.buffers[n], self._placed(self.plan.optimizer, n), p.shape) for n, p in self.params.items()]
 
     def _empty(self, shape: Sequence[int], placements: Placements, dtype: torch.dtype) -> Tensor:
         bounds = bounds_of(shape, placements, self.mesh)
@@ -426,15 +424,11 @@ class _Use(torch.autograd.Function):
         ctx.step, ctx.names, ctx.sink = step, names, sink
         target = [step._placed(step.plan.compute, n) for n in names]
         shapes = [step.params[n].shape for n in names]
-        moves = [
-            Move(step._placed(step.plan.params, n), t, s) for n, t, s in zip(names, target, shapes, strict=True)
-        ]
+        moves = [Move(step._placed(step.plan.params, n), t, s) for n, t, s in zip(names, target, shapes, strict=True)]
         dtype = COMPUTE_DTYPES[step.config.precision]
         moved = redistribute([p.to(dtype) for p in params], moves, step.mesh)
         ctx.unused = list(zip(target, shapes, strict=True))
-        return tuple(
-            wrap(m.view_as(m), step.mesh, t, s) for m, t, s in zip(moved, target, shapes, strict=True)
-        )
+        return tuple(wrap(m.view_as(m), step.mesh, t, s) for m, t, s in zip(moved, target, shapes, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *grads: DTensor | None) -> tuple[Any, ...]:  # type: ignore[override]
@@ -448,7 +442,11 @@ class _Use(torch.autograd.Function):
                 local.append(grad.to_local().to(step._wide))
                 source = tuple(grad.placements)
             layout = step._placed(step.plan.grads, name)
-            moves.append(Move(source, tuple(b if isinstance(b, Shard) else s for s, b in zip(source, layout, strict=True)), shape))
+            moves.append(
+                Move(
+                    source, tuple(b if isinstance(b, Shard) else s for s, b in zip(source, layout, strict=True)), shape
+                )
+            )
         reduced = redistribute(local, moves, step.mesh)
         for name, move, grad in zip(ctx.names, moves, reduced, strict=True):
             # buffers are contiguous: the update was traced for that

@@ -3,7 +3,7 @@
 from multiprocessing.process import BaseProcess
 
 import torch
-import torch._dynamo  # noqa: F401  the first trace imports it (0.5 s); ranks that are forked find it there
+import torch._dynamo
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode  # traces without data; public: none yet
 from torch.distributed import ProcessGroup

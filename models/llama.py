@@ -119,6 +119,8 @@ def _add(ops: Ops, x: Tensor, h: Tensor, site: str) -> Tensor:
     return ops.local(torch.add, "batch res_seq embed, batch res_seq embed -> batch res_seq embed", x, h)
 
 
+_LLAMA3 = {"kv_heads": 8, "vocab": 128256, "seq": 8192}
+
 MODEL = Model(
     specs,
     embed,
@@ -128,10 +130,10 @@ MODEL = Model(
     sizes={  # layers, widths and heads as published; context as pre-trained
         "llama-7b": {"layers": 32, "embed": 4096, "heads": 32, "mlp": 11008, "vocab": 32000, "seq": 2048},
         "llama-13b": {"layers": 40, "embed": 5120, "heads": 40, "mlp": 13824, "vocab": 32000, "seq": 2048},
-        "llama3-8b": {"layers": 32, "embed": 4096, "heads": 32, "kv_heads": 8, "mlp": 14336, "vocab": 128256, "seq": 8192},
-        "llama3-70b": {"layers": 80, "embed": 8192, "heads": 64, "kv_heads": 8, "mlp": 28672, "vocab": 128256, "seq": 8192},
-        "llama3-405b": {"layers": 126, "embed": 16384, "heads": 128, "kv_heads": 8, "mlp": 53248, "vocab": 128256, "seq": 8192},
-        "llama3.2-1b": {"layers": 16, "embed": 2048, "heads": 32, "kv_heads": 8, "mlp": 8192, "vocab": 128256, "seq": 8192, "tied": True},
-        "llama3.2-3b": {"layers": 28, "embed": 3072, "heads": 24, "kv_heads": 8, "mlp": 8192, "vocab": 128256, "seq": 8192, "tied": True},
+        "llama3.2-1b": _LLAMA3 | {"layers": 16, "embed": 2048, "heads": 32, "mlp": 8192, "tied": True},
+        "llama3.2-3b": _LLAMA3 | {"layers": 28, "embed": 3072, "heads": 24, "mlp": 8192, "tied": True},
+        "llama3-8b": _LLAMA3 | {"layers": 32, "embed": 4096, "heads": 32, "mlp": 14336},
+        "llama3-70b": _LLAMA3 | {"layers": 80, "embed": 8192, "heads": 64, "mlp": 28672},
+        "llama3-405b": _LLAMA3 | {"layers": 126, "embed": 16384, "heads": 128, "mlp": 53248},
     },
-)  # fmt: skip
+)

@@ -48,7 +48,7 @@ def work(case: str, log_dir: Path) -> None:
         dist.all_reduce(joined, dist.ReduceOp.MAX)
         if rank == 0:
             age = time.time() - float(os.environ.get("BEGAN", BEGAN))
-            print(f"joined {age:.2f} s threads {torch.get_num_threads()}", flush=True)
+            print(f"joined {age:.2f} s threads {torch.get_num_threads()} tty {sys.stdout.isatty()}", flush=True)
         (log_dir / f"pid-{rank}").write_text(str(os.getpid()))
         dist.barrier()
         if case == "deaf":

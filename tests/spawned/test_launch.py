@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import re
 import signal
 import socket
@@ -136,7 +137,7 @@ def test_torchrun_environment() -> None:
 
 def test_missing_variables_are_all_named() -> None:
     """Half a launcher's environment is an error that lists every missing name."""
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match="LOCAL_RANK") as caught:
         launcher_environment({"RANK": "0", "WORLD_SIZE": "4"})
     assert str(caught.value) == (
         "LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT: not set, but RANK, WORLD_SIZE are. A launcher sets "
@@ -209,7 +210,7 @@ def test_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch.dist, "is_nccl_available", lambda: True)
     assert [choose_backend(None, n) for n in (1, 2, 3)] == ["nccl", "nccl", "gloo"]
     assert choose_backend("gloo", 2) == "gloo"
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match="--backend nccl") as caught:
         choose_backend("nccl", 4)
     assert str(caught.value) == (
         "--backend nccl: 4 ranks on this machine, but 2 CUDA GPUs are visible. Each rank needs a GPU of its own. "
@@ -259,6 +260,17 @@ def test_torchrun_starts_the_same_command(runs, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert sorted(p.name for p in (tmp_path / "logs").glob("pid-*")) == ["pid-0", "pid-1"]
+
+
+def test_rank_0_keeps_the_terminal(tmp_path: Path) -> None:
+    """Rank 0 writes to the terminal itself, so that a progress bar finds one."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, str(TARGET), "ok", "2", str(tmp_path)]
+    done = subprocess.run(command, stdout=theirs, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60)
+    os.close(theirs)
+    assert done.returncode == 0
+    assert b" tty True" in os.read(ours, 4096)
+    os.close(ours)
 
 
 def test_restart(runs) -> None:

@@ -1,0 +1,1 @@
+"""Models that come with dtengine; installed as ``dtengine.models``."""
