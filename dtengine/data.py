@@ -146,10 +146,10 @@ def train_batches(
 
 
 def heldout_batches(sequences: Sequences, limit: int, shape: BatchShape, coordinate: int) -> Iterator[Batch]:
-    """Read one coordinate's batches of held-out sequences 0..limit-1, in order.
+    """Read one coordinate's batches of `limit` held-out sequences that are spread evenly over all of them.
 
-    Over all coordinates each sequence comes exactly once; `rows` holds its number. Every coordinate yields the same number
-    of batches, and rows past the limit are padding of weight 0, so sums of loss and count need no correction.
+    Over all coordinates each of them comes exactly once; `rows` holds its place among them. Every coordinate yields the
+    same number of batches, and rows past the limit are padding of weight 0, so sums of loss and count need no correction.
 
     Args:
         sequences: What to read from.
@@ -163,8 +163,14 @@ def heldout_batches(sequences: Sequences, limit: int, shape: BatchShape, coordin
     _check_limit(sequences, limit)
     first = rows_of(shape._replace(microbatches=1), coordinate)[0]
     stride = shape.coordinates * shape.microbatch
+    ids = spread(limit, sequences.count)
     numbers = (first + start for start in range(0, limit, stride))
-    return (_batch(sequences, some, some < limit, some) for some in numbers)
+    return (_batch(sequences, some, some < limit, ids[np.minimum(some, limit - 1)]) for some in numbers)
+
+
+def spread(limit: int, count: int) -> np.ndarray:
+    """Return `limit` different numbers below `count`, [limit] int64: evenly spaced, since neighbours share a document."""
+    return np.arange(limit, dtype=np.int64) * count // limit
 
 
 def _check_limit(sequences: Sequences, limit: int) -> None:
@@ -323,8 +329,10 @@ def bigram_loss(
     unigram /= unigram.sum()
     follows, kinds = counts.sum(axis=1), np.count_nonzero(counts, axis=1)
     total = 0.0
-    for pairs in _pairs(heldout, limit * heldout.seq, vocab, CHUNK):
-        before, after = np.divmod(pairs, vocab)
+    ids = spread(limit, heldout.count)
+    for some in np.array_split(ids, -(-limit * heldout.seq // CHUNK)):
+        windows = heldout.read(some)
+        before, after = windows[:, :-1].ravel(), windows[:, 1:].ravel()
         weight = np.maximum(kinds[before], 1)  # never seen: then the bigram adds nothing and the unigram is all of it
         total -= np.log((counts[before, after] + weight * unigram[after]) / (follows[before] + weight)).sum()
     return float(total / (limit * heldout.seq))

@@ -1,7 +1,7 @@
 """Meshes: what ``--mesh`` says, and the DeviceMesh it becomes."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -108,6 +108,13 @@ class Mesh:
         """The mesh axes with more than one rank."""
         return tuple(name for name, size in self.sizes.items() if size > 1)
 
+    def data_coordinate(self, data_axes: Sequence[str]) -> int:
+        """Return this rank's data-parallel coordinate: which rows of a batch it reads."""
+        coordinate = 0
+        for axis, at in zip(self.axes, self.coordinate, strict=True):
+            coordinate = coordinate * self.sizes[axis] + at if axis in data_axes else coordinate
+        return coordinate
+
 
 def build_mesh(sizes: Mapping[str, int], device: torch.device | str = "cpu") -> Mesh:
     """Build the DeviceMesh over the default process group.
@@ -119,7 +126,7 @@ def build_mesh(sizes: Mapping[str, int], device: torch.device | str = "cpu") -> 
     coordinate = device_mesh.get_coordinate()
     assert coordinate is not None, "the mesh covers every rank"
     split = [name for name, size in sizes.items() if size > 1]
-    groups = {(name,): device_mesh.get_group(name).group_name for name in split}
+    groups: dict[tuple[str, ...], str] = {(name,): device_mesh.get_group(name).group_name for name in split}
     for count in range(2, len(split) + 1):
         for names in itertools.combinations(split, count):
             groups[names] = flat_group(device_mesh, names).group_name

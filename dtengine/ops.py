@@ -243,6 +243,7 @@ class Ops:
         start, stop = self._bounds(logits, 2)
         group = None
         if self.mesh is not None:
+            assert isinstance(logits, DTensor)
             split = tuple(m for m, p in zip(self.mesh.axes, logits.placements, strict=True) if p == Shard(2))
             group = self.mesh.groups.get(split)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dtengine.torch_private import fused_adamw_
+from dtengine.torch_private import fused_adamw_, norms
 
 Slots = dict[str, Tensor]
 
@@ -147,5 +147,5 @@ def scale_peak(peak: float, global_batch: int, base_batch: int | None, rule: str
 def global_norm_terms(grads: Sequence[Tensor], order: float) -> Tensor:
     """Return this rank's term of a global norm: sum |g|^order, or max |g| where order is inf; a scalar tensor."""
     present = [g for g in grads if g.numel()]
-    norms = torch.stack(torch._foreach_norm(present, order))  # type: ignore[arg-type]
-    return norms.amax() if math.isinf(order) else norms.pow(order).sum()
+    found = torch.stack(norms(present, order))
+    return found.amax() if math.isinf(order) else found.pow(order).sum()

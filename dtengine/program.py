@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 
 from dtengine.mesh import Mesh
 from dtengine.torch_private import FakeTensorMode, all_gather_flat, make_fx
@@ -122,6 +123,7 @@ def fold_constants(graph: fx.Graph) -> None:
     """Compute once, when the program is made, what depends on no input: positions, rotary tables."""
     constant: dict[fx.Node, Any] = {}
     module = graph.owning_module
+    assert module is not None
     with torch.no_grad():
         for node in list(graph.nodes):
             if node.op != "call_function" or _is_collective(node) or node.target is _WAIT:
@@ -130,7 +132,7 @@ def fold_constants(graph: fx.Graph) -> None:
             if schema is not None and (schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags):
                 continue
             if all(n in constant for n in node.all_input_nodes):
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: constant[n])
+                args, kwargs = map_arg((node.args, node.kwargs), lambda n: constant[n])
                 constant[node] = node.target(*args, **kwargs)
     number = 0
     for node, value in constant.items():

@@ -112,6 +112,7 @@ def _apply(
         dims = []
         for i in same:
             placement = moves[i].target[axis] if isinstance(now[i][axis], Partial) else now[i][axis]
+            assert isinstance(placement, Shard)
             if any(p == placement for p in now[i][axis + 1 :]):
                 raise ValueError(
                     f"redistribute {now[i]} to {list(moves[i].target)}: dim {placement.dim} is split by a mesh axis "

@@ -23,11 +23,11 @@ from dtengine.data import Batch
 from dtengine.layout import Layout, Placements, Plan, axes_of
 from dtengine.mesh import Mesh
 from dtengine.model import Model, ModelConfig, Param, Tied, parameters
-from dtengine.ops import Ops
+from dtengine.ops import Ops, Recorded
 from dtengine.optim import Optimizer, Update, global_norm_terms
 from dtengine.program import Program, check_collectives, count_collectives, trace
 from dtengine.shard import Move, bounds_of, redistribute, wrap
-from dtengine.torch_private import all_reduce
+from dtengine.torch_private import add_, all_reduce, scale
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -106,6 +106,7 @@ class Step:
     params: dict[str, Param] = field(default_factory=dict)
     programs: dict[str, Callable[..., list[Tensor]]] = field(default_factory=dict)
     buffers: dict[str, Placements] = field(default_factory=dict)  # placements of the gradient buffers
+    record: Callable[[Recorded], None] | None = None  # called with each activation of a trace
 
     def __call__(
         self, state: State, batches: Sequence[Batch], lr: float, count: float | None = None
@@ -140,7 +141,7 @@ class Step:
             else:
                 with torch.inference_mode():
                     loss = loss + part
-                    torch._foreach_add_(buffers, grads)
+                    add_(buffers, grads)
         now = (torch.tensor(lr, dtype=torch.float64), torch.tensor(float(state.step + 1)))
         assert loss is not None
         loss, norm, finite, bad = self.programs["update"](*params, *slots, *buffers, loss, inverse, *now)
@@ -170,7 +171,7 @@ class Step:
         local = [p.to_local() for p in params.values()]
         if "evaluate" not in self.programs:
             examples = [*local, *batches[0]]
-            self._compile("evaluate", self._evaluate, examples)
+            self._compile("evaluate", self.evaluate_local, examples)
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in batches:
             total += torch.stack(self.programs["evaluate"](*local, *batch)).to(torch.float64)
@@ -190,7 +191,7 @@ class Step:
         """Trace the programs of a step and compare their collectives over all ranks, where that was not done yet."""
         if "update" in self.programs:
             return
-        examples = self._examples()
+        examples = self.examples()
         params, batch, inverse, key = examples["params"], examples["batch"], examples["inverse"], examples["key"]
         self._compile("accumulate", self._accumulate, [*params, *batch, inverse, key])
         if self.config.eager:  # the layout of the buffers is what an accumulation gives
@@ -228,7 +229,7 @@ class Step:
         self.buffers.update({name: tuple(sink[name].placements) for name in self.params})
         return [local.detach(), *(sink[name].to_local() for name in self.params)]
 
-    def _evaluate(self, *tensors: Tensor) -> list[Tensor]:
+    def evaluate_local(self, *tensors: Tensor) -> list[Tensor]:
         """(parameters, batch) -> [this coordinate's summed loss, its count]."""
         params, batch, _ = self._unpack(tensors, 0)
         with torch.no_grad():
@@ -252,7 +253,7 @@ class Step:
 
         if self.config.clip:
             factor = torch.where(finite, self.config.clip / norm.clamp(min=self.config.clip), 0.0)
-            grads = torch._foreach_mul(grads, factor)
+            grads = scale(grads, factor)
 
         skip = 1.0 - finite.to(torch.float32)
         shards = redistribute(params, self._moves(self.plan.params, self.plan.optimizer), mesh)
@@ -319,11 +320,8 @@ class Step:
         ]
         term = global_norm_terms(owned, order) if owned else torch.zeros((), dtype=loss.dtype, device=loss.device)
         first = all(at[m] == 0 for m in mesh.axes if m not in self.plan.data_axes)
-        coordinate = 0
-        for m in self.plan.data_axes:
-            coordinate = coordinate * mesh.sizes[m] + at[m]
         bad = torch.zeros(self.plan.coordinates, dtype=loss.dtype, device=loss.device)
-        bad[coordinate] = torch.where(torch.isfinite(loss), 0.0, 1.0) * first
+        bad[mesh.data_coordinate(self.plan.data_axes)] = torch.where(torch.isfinite(loss), 0.0, 1.0) * first
         mine = loss if first else torch.zeros_like(loss)
         head = torch.stack([mine, torch.zeros_like(term) if math.isinf(order) else term.to(loss.dtype)])
         vector = torch.cat([head, bad])
@@ -336,7 +334,7 @@ class Step:
         return vector[0], norm, vector[2:]
 
     def _ops(self, batch: Batch, key: Tensor | None) -> Ops:
-        return Ops(self.mesh, self.plan.compute, key, batch.rows, self.config.dropout)
+        return Ops(self.mesh, self.plan.compute, key, batch.rows, self.config.dropout, record=self.record)
 
     def _over_data(self, values: Tensor) -> Tensor:
         """Sum over the data-parallel coordinates."""
@@ -351,7 +349,9 @@ class Step:
         compute, sizes = self.plan.compute, self.mesh.sizes
         two, one = compute.placements(axes_of("batch seq"), sizes), compute.placements(("batch",), sizes)
         batch = Batch(
-            *(wrap(t, self.mesh, two, shape) for t in (tokens, targets, weights)),
+            wrap(tokens, self.mesh, two, shape),
+            wrap(targets, self.mesh, two, shape),
+            wrap(weights, self.mesh, two, shape),
             wrap(rows, self.mesh, one, shape[:1]),
         )
         return list(tensors[:n]), batch, tensors[n + 4 :]
@@ -380,7 +380,7 @@ class Step:
         bounds = bounds_of(shape, placements, self.mesh)
         return torch.empty([stop - start for start, stop in bounds], dtype=dtype, device=self.device)
 
-    def _examples(self) -> dict[str, Any]:
+    def examples(self) -> dict[str, Any]:
         wide, config, device = self._wide, self.config, self.device
         slots = [
             self._empty(p.shape, self._placed(self.plan.optimizer, n), wide)

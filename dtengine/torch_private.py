@@ -1,9 +1,11 @@
 """Every private torch name that the engine uses, each with its reason and the public name to move to."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 
 import torch
-import torch._dynamo
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode  # traces without data; public: none yet
 from torch.distributed import ProcessGroup
@@ -13,18 +15,28 @@ from torch.fx.experimental.proxy_tensor import make_fx  # joint forward and back
 __all__ = [
     "FakeTensorMode",
     "agent_processes",
+    "add_",
     "all_gather_coalesced",
     "all_gather_flat",
     "all_reduce",
+    "fake_process_group",
     "flat_group",
     "fused_adamw_",
     "make_fx",
+    "norms",
+    "preload",
     "reduce_scatter",
+    "scale",
 ]
 
 # The functional collectives as operators: the public wrappers in torch.distributed._functional_collectives return
 # AsyncCollectiveTensor, a subclass that costs a dispatch for each use and would have to be unwrapped in a trace.
 _collectives = torch.ops._c10d_functional
+
+
+def preload() -> None:
+    """Import what the first trace would import (0.5 s), so that ranks which are forked after it find it there."""
+    import torch._dynamo  # noqa: F401
 
 
 def flat_group(mesh: DeviceMesh, names: tuple[str, ...]) -> ProcessGroup:
@@ -61,6 +73,21 @@ def reduce_scatter(flat: Tensor, parts: int, group: str, *, on_gloo: bool) -> Te
     return _collectives.wait_tensor(_collectives.reduce_scatter_tensor(flat.view(-1), "sum", parts, group))
 
 
+def add_(sums: list[Tensor], terms: list[Tensor]) -> None:
+    """Add lists of tensors in place, in one call; torch.optim uses it, public name: none yet."""
+    torch._foreach_add_(sums, terms)  # type: ignore[attr-defined]
+
+
+def scale(tensors: list[Tensor], factor: Tensor) -> list[Tensor]:
+    """Multiply tensors by a scalar tensor, in one call."""
+    return list(torch._foreach_mul(tensors, factor))  # type: ignore[attr-defined]
+
+
+def norms(tensors: list[Tensor], order: float) -> list[Tensor]:
+    """Return the norm of each tensor, in one call."""
+    return list(torch._foreach_norm(tensors, order))  # type: ignore[attr-defined]
+
+
 def fused_adamw_(
     params: list[Tensor],
     grads: list[Tensor],
@@ -82,3 +109,15 @@ def agent_processes(agent: object) -> list[BaseProcess]:
     """
     context = getattr(getattr(agent, "_pcontext", None), "_pc", None)
     return list(context.processes) if context is not None else []
+
+
+@contextmanager
+def fake_process_group(num_ranks: int) -> Iterator[None]:
+    """Stand as rank 0 of any number of ranks in one process, without communication; public: none yet."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

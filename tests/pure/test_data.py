@@ -21,6 +21,7 @@ from dtengine.data import (
     pin,
     rows_of,
     sequence_order,
+    spread,
     token_checksum,
     train_batches,
 )
@@ -172,6 +173,11 @@ def test_held_out_sequences_count_once_in_order(limit, coordinates, microbatch):
     in_order = [batch for step in zip(*by_coordinate, strict=True) for batch in step]
     rows = torch.cat([batch.rows[batch.weights[:, 0] > 0] for batch in in_order])
     assert rows.tolist() == list(range(limit))
+    ids = torch.cat([batch.tokens[batch.weights[:, 0] > 0, 0] for batch in in_order]).numpy()
+    np.testing.assert_array_equal(ids, spread(limit, 40))
+    gaps = np.diff([*ids, ids[0] + 40])
+    assert gaps.min() >= 40 // limit
+    assert gaps.max() <= -(-40 // limit)
 
 
 def test_batches_refuse_what_does_not_fit():
@@ -535,11 +541,11 @@ def test_closed_loader_stops_its_thread():
 # Bigram
 
 
-def slow_bigram_loss(train: list[int], heldout: list[int], vocab: int) -> float:
+def slow_bigram_loss(train: list[int], heldout: list[tuple[int, int]], vocab: int) -> float:
     """Compute Witten-Bell over add-one unigrams by looking at every pair again for every probability."""
     pairs = list(pairwise(train))
     losses = []
-    for before, after in pairwise(heldout):
+    for before, after in heldout:
         unigram = (train.count(after) + 1) / (len(train) + vocab)
         followers = [b for a, b in pairs if a == before]
         kinds = len(set(followers))
@@ -559,7 +565,8 @@ def test_bigram_loss_equals_the_direct_computation(train, heldout, seq, data):
     limit = data.draw(st.integers(1, held.count))
     cut = data.draw(st.integers(1, len(train)))
     loss = bigram_loss(Sequences((np.array(train[:cut]), np.array(train[cut:])), seq), held, 7, limit)
-    assert loss == pytest.approx(slow_bigram_loss(train, heldout[: limit * seq + 1], 7), rel=1e-12)
+    pairs = [(a, b) for i in spread(limit, held.count) for a, b in pairwise(heldout[i * seq : i * seq + seq + 1])]
+    assert loss == pytest.approx(slow_bigram_loss(train, pairs, 7), rel=1e-12)
 
 
 def test_bigram_is_a_distribution_and_has_its_limits():

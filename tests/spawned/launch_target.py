@@ -14,15 +14,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from dtengine.launch import (
-    RankFailed,
-    RunInterrupted,
-    choose_backend,
-    launcher_environment,
-    process_group,
-    start_logging,
-    start_ranks,
-)
+from dtengine.launch import RankFailed, RunInterrupted, start_ranks
+from dtengine.logs import start_logging
+from dtengine.ranks import choose_backend, launcher_environment, process_group
 
 BEGAN = time.time()
 logger = logging.getLogger(__name__)

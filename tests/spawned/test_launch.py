@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from dtengine import launch
-from dtengine.launch import RankEnvironment, choose_backend, export_environment, launcher_environment, threads_per_rank
+from dtengine import ranks
+from dtengine.ranks import RankEnvironment, choose_backend, export_environment, launcher_environment, threads_per_rank
 
 TARGET = Path(__file__).with_name("launch_target.py")
 ROOT = Path(__file__).parents[2]
@@ -140,9 +140,9 @@ def test_missing_variables_are_all_named() -> None:
     with pytest.raises(ValueError, match="LOCAL_RANK") as caught:
         launcher_environment({"RANK": "0", "WORLD_SIZE": "4"})
     assert str(caught.value) == (
-        "LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT: not set, but RANK, WORLD_SIZE are. A launcher sets "
-        "all of RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT. Start with torchrun, or "
-        "unset RANK, WORLD_SIZE to let dtengine start the ranks."
+        "LOCAL_RANK, MASTER_ADDR, MASTER_PORT: not set, but RANK, WORLD_SIZE are. A launcher sets all of RANK, "
+        "LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT. Start with torchrun, or unset RANK, "
+        "WORLD_SIZE to let dtengine start the ranks."
     )
 
 
@@ -182,8 +182,8 @@ def test_slurm_first_host(hosts: str, tasks: str, first: str) -> None:
 
 def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cores are divided among ranks, at least one each, and never exceed affinity."""
-    assert 1 <= launch.usable_cores() <= (os.cpu_count() or 1)
-    monkeypatch.setattr(launch, "usable_cores", lambda: 8)
+    assert 1 <= ranks.usable_cores() <= (os.cpu_count() or 1)
+    monkeypatch.setattr(ranks, "usable_cores", lambda: 8)
     assert [threads_per_rank(n) for n in (1, 2, 3, 8, 9)] == [8, 4, 2, 1, 1]
 
 
@@ -199,15 +199,15 @@ def test_cgroup_quota(tmp_path: Path) -> None:
     }.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
-    assert launch._quota_cores("0::/a/b\n", tmp_path) == [2.5]
-    assert launch._quota_cores("4:memory:/j\n3:cpu,cpuacct:/j\n", tmp_path) == [1.5]
+    assert ranks._quota_cores("0::/a/b\n", tmp_path) == [2.5]
+    assert ranks._quota_cores("4:memory:/j\n3:cpu,cpuacct:/j\n", tmp_path) == [1.5]
 
 
 def test_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """nccl only where every local rank has a GPU; asking for it elsewhere names --backend."""
-    monkeypatch.setattr(launch.torch.accelerator, "current_accelerator", lambda: launch.torch.device("cuda"))
-    monkeypatch.setattr(launch.torch.accelerator, "device_count", lambda: 2)
-    monkeypatch.setattr(launch.dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(ranks.torch.accelerator, "current_accelerator", lambda: ranks.torch.device("cuda"))
+    monkeypatch.setattr(ranks.torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(ranks.dist, "is_nccl_available", lambda: True)
     assert [choose_backend(None, n) for n in (1, 2, 3)] == ["nccl", "nccl", "gloo"]
     assert choose_backend("gloo", 2) == "gloo"
     with pytest.raises(ValueError, match="--backend nccl") as caught:

@@ -1,0 +1,269 @@
+"""Checkpoints: logical tensors by name and global shape, in safetensors files that any mesh can read.
+
+    step-100/manifest.json              what there is: tensors, their slices, files and sizes, and facts of the run
+    step-100/rank-00000.safetensors     the slices that rank 0 owns, under the tensors' names
+
+Each rank writes what it owns once, without a gather; of replicas the first writes. The folder is staged under another
+name and published by one rename, so a folder called step-N is complete.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from dtengine.layout import Placements, local_bounds
+from dtengine.mesh import Mesh
+from dtengine.shard import bounds_of
+from dtengine.step import State
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+_DTYPES = {"F32": torch.float32, "F64": torch.float64, "BF16": torch.bfloat16}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class Slice(NamedTuple):
+    """The part [start, stop) of a tensor, one pair for each dim, and the file that holds it."""
+
+    file: str
+    bounds: tuple[tuple[int, int], ...]
+
+
+class Stored(NamedTuple):
+    """A tensor of a checkpoint: its dtype as safetensors names it, its global shape, and where its parts are."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    slices: tuple[Slice, ...]
+
+
+class Manifest(NamedTuple):
+    """What a checkpoint holds.
+
+    Attributes:
+        step: updates done.
+        facts: of the run: plan, mesh, consumed sequences, fingerprint of the data, ...
+        tensors: {name: Stored}.
+        sizes: {file: bytes}.
+    """
+
+    step: int
+    facts: dict[str, Any]
+    tensors: dict[str, Stored]
+    sizes: dict[str, int]
+
+
+def save(folder: Path, state: State, mesh: Mesh, facts: Mapping[str, Any]) -> Path:
+    """Write a checkpoint; a call that all ranks make together.
+
+    Args:
+        folder: where the checkpoints of the run are.
+        state: to save.
+        mesh: of the state.
+        facts: plain values for the manifest.
+
+    Returns:
+        The published folder, folder/step-N. One that is already there is left as it is.
+    """
+    # 1. stage: each rank its file; 2. the first rank adds the manifest; 3. publish by one rename
+    target, staging = folder / f"step-{state.step}", folder / f".staging-step-{state.step}"
+    rank = dist.get_rank()
+    if target.exists():
+        return target
+    if rank == 0:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+    dist.barrier()
+    named = _named(state)
+    owned = {
+        name: x.to_local().detach().cpu().contiguous()
+        for name, x in named.items()
+        if x.to_local().numel() and _owner(tuple(x.placements), mesh.coordinate)
+    }
+    path = staging / _file(rank)
+    save_file(owned, path)
+    _sync(path)
+    dist.barrier()
+
+    if rank == 0:
+        tensors = {name: _stored(x, mesh) for name, x in named.items()}
+        files = sorted({s.file for t in tensors.values() for s in t.slices})
+        manifest = {
+            "format": FORMAT,
+            "step": state.step,
+            "facts": dict(facts),
+            "files": {f: (staging / f).stat().st_size for f in files},
+            "tensors": {
+                name: {"dtype": t.dtype, "shape": t.shape, "slices": [{"file": f, "bounds": b} for f, b in t.slices]}
+                for name, t in tensors.items()
+            },
+        }
+        for spare in set(os.listdir(staging)) - set(files):  # of ranks that own nothing
+            (staging / spare).unlink()
+        (staging / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        _sync(staging / MANIFEST)
+        _sync(staging)
+        staging.rename(target)
+        _sync(folder)
+    dist.barrier()
+    return target
+
+
+def newest(folder: Path) -> Path | None:
+    """Return the newest complete checkpoint of a run, or None."""
+    found = []
+    if folder.is_dir():
+        for path in folder.iterdir():
+            match = re.fullmatch(r"step-(\d+)", path.name)
+            if match and (path / MANIFEST).is_file():
+                found.append((int(match[1]), path))
+    return max(found)[1] if found else None
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read and check the manifest of a checkpoint.
+
+    Raises:
+        ValueError: it is missing or malformed, a file is missing or of another size, or a name leads elsewhere.
+    """
+    try:
+        raw = json.loads((path / MANIFEST).read_text())
+        if raw["format"] != FORMAT:
+            raise ValueError(f"format {raw['format']}, this version reads {FORMAT}")
+        tensors = {
+            name: Stored(
+                t["dtype"],
+                tuple(int(s) for s in t["shape"]),
+                tuple(Slice(s["file"], tuple((int(a), int(b)) for a, b in s["bounds"])) for s in t["slices"]),
+            )
+            for name, t in raw["tensors"].items()
+        }
+        manifest = Manifest(int(raw["step"]), dict(raw["facts"]), tensors, dict(raw["files"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"checkpoint {path}: its manifest cannot be read ({error}). Use another checkpoint."
+        ) from error
+    problems = []
+    for name in sorted({s.file for t in tensors.values() for s in t.slices} | set(manifest.sizes)):
+        if not re.fullmatch(r"rank-\d{5}\.safetensors", name):
+            problems.append(f"{name!r} is no name of a file in it")
+        elif not (path / name).is_file():
+            problems.append(f"{name} is missing")
+        elif (path / name).stat().st_size != manifest.sizes.get(name):
+            problems.append(f"{name} has {(path / name).stat().st_size} bytes, not {manifest.sizes.get(name)}")
+    if problems:
+        raise ValueError(f"checkpoint {path}: {'; '.join(problems)}. It is incomplete; use another checkpoint.")
+    return manifest
+
+
+def load(path: Path, state: State, mesh: Mesh) -> State:
+    """Fill a state from a checkpoint, whatever mesh wrote it; each rank reads only the slices it needs.
+
+    Args:
+        path: a folder step-N.
+        state: gives names, shapes and layouts; its tensors are overwritten.
+        mesh: of the state.
+
+    Raises:
+        ValueError: names, shapes or dtypes differ (every difference is listed), or a file is damaged.
+    """
+    manifest = read_manifest(path)
+    named = _named(state)
+    differences = [f"{name} is missing" for name in named if name not in manifest.tensors]
+    differences += [f"{name} is not in the model" for name in manifest.tensors if name not in named]
+    for name, x in named.items():
+        stored = manifest.tensors.get(name)
+        if stored is not None and stored.shape != tuple(x.shape):
+            differences.append(f"{name} has shape {list(stored.shape)}, the model {list(x.shape)}")
+        if stored is not None and _DTYPES.get(stored.dtype) != x.dtype:
+            differences.append(f"{name} has dtype {stored.dtype}, the run {_NAMES[x.dtype]}")
+    if differences:
+        raise ValueError(
+            f"checkpoint {path}: does not fit the model: {'; '.join(differences)}. Resume with the options of the run "
+            "that wrote it."
+        )
+    files: dict[str, Any] = {}
+    try:
+        for name, x in named.items():
+            bounds = bounds_of(x.shape, tuple(x.placements), mesh)
+            _fill(x.to_local(), bounds, name, manifest.tensors[name], path, files)
+    except (SafetensorError, OSError, KeyError, RuntimeError) as error:
+        raise ValueError(f"checkpoint {path}: damaged ({error}). Use another checkpoint.") from error
+    return State(manifest.step, state.params, state.slots)
+
+
+def _fill(
+    local: Tensor, bounds: list[tuple[int, int]], name: str, stored: Stored, path: Path, files: dict[str, Any]
+) -> None:
+    """Copy the parts of a stored tensor that lie within ``bounds`` into a local shard."""
+    filled = 0
+    with torch.no_grad():
+        for part in stored.slices:
+            common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(bounds, part.bounds, strict=True)]
+            if any(start >= stop for start, stop in common):
+                continue
+            if part.file not in files:
+                files[part.file] = safe_open(path / part.file, framework="pt")
+            source = files[part.file].get_slice(name)
+            there = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(common, part.bounds, strict=True))
+            here = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(common, bounds, strict=True))
+            piece = source[there] if there else files[part.file].get_tensor(name)
+            local[here].copy_(piece)
+            filled += piece.numel()
+    if filled != local.numel():
+        raise ValueError(
+            f"checkpoint {path}: {name} has {filled} of the {local.numel()} elements that this rank needs."
+        )
+
+
+def _named(state: State) -> dict[str, DTensor]:
+    named = {f"params.{name}": x for name, x in state.params.items()}
+    for name, slots in state.slots.items():
+        named |= {f"slots.{slot}.{name}": x for slot, x in slots.items()}
+    return named
+
+
+def _file(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def _owner(placements: Placements, coordinate: tuple[int, ...]) -> bool:
+    """Whether a rank is the first of those that hold the same shard."""
+    return not any(isinstance(p, Replicate) and c for p, c in zip(placements, coordinate, strict=True))
+
+
+def _ranks(mesh: Mesh) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Yield (rank, coordinate) of all ranks, in rank order."""
+    yield from enumerate(product(*(range(size) for size in mesh.sizes.values())))
+
+
+def _stored(x: DTensor, mesh: Mesh) -> Stored:
+    """Describe where every part of a tensor is written, from its layout alone."""
+    placements, sizes = tuple(x.placements), tuple(mesh.sizes.values())
+    slices = []
+    for rank, coordinate in _ranks(mesh):
+        bounds = tuple(local_bounds(x.shape, placements, sizes, coordinate))
+        if _owner(placements, coordinate) and all(start < stop for start, stop in bounds):
+            slices.append(Slice(_file(rank), bounds))
+    return Stored(_NAMES[x.dtype], tuple(x.shape), tuple(slices))
+
+
+def _sync(path: Path) -> None:
+    """Flush a file or folder to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

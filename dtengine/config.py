@@ -1,0 +1,353 @@
+"""Options of the commands, and what they resolve to before any rank starts.
+
+Every option has one name everywhere. The groups below are only how ``--help`` shows them. ``resolve`` checks all that
+can be known on one machine without a rank: a person's mistake is one short message, not eight tracebacks.
+"""
+
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
+
+import tyro
+from tyro.conf import OmitArgPrefixes, Positional, UseAppendAction  # noqa: F401
+
+from dtengine import optim
+from dtengine.data import BatchShape
+from dtengine.layout import Plan, make_plan
+from dtengine.mesh import parse_mesh
+from dtengine.model import Model, ModelConfig, configure, load_model, parameters
+from dtengine.step import StepConfig
+
+
+@dataclass(frozen=True)
+class MeshOptions:
+    """Which devices, and how the model lies on them."""
+
+    mesh: str = "1"
+    """Mesh sizes: 8 is dp=8, 2x4 is dp=2,tp=4; or named axes, rep=2,dp=2,tp=2."""
+    plan: Literal["ddp", "zero1", "zero2", "fsdp"] = "fsdp"
+    """What dp splits: nothing (ddp), optimizer state (zero1), also gradients (zero2), also parameters (fsdp). A rep
+    axis makes fsdp HSDP; tp above 1 adds tensor parallelism."""
+    sp: bool = True
+    """Sequence parallelism: split the residual stream's sequence over tp."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """Collectives; auto is nccl where each local rank has a GPU, else gloo."""
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The model. What is not given comes from --size, then from the model's defaults."""
+
+    model: str = "llama"
+    """gpt, llama, or a model of your own as path/to/file.py:name."""
+    size: str | None = None
+    """A published size, such as gpt2 or llama3-8b."""
+    layers: int | None = None
+    """Number of blocks."""
+    embed: int | None = None
+    """Width of the residual stream."""
+    heads: int | None = None
+    """Query heads."""
+    kv_heads: int | None = None
+    """Key and value heads; divides heads."""
+    head_dim: int | None = None
+    """Width of a head; embed / heads by default."""
+    mlp: int | None = None
+    """Hidden width of the MLP."""
+    vocab: int | None = None
+    """Token ids; by default as many as the data has."""
+    seq: int | None = None
+    """Tokens in a sequence."""
+    dropout: float | None = None
+    """Probability of dropping an activation."""
+    tied: bool | None = None
+    """Whether the output matrix is the embedding table: --tied or --no-tied."""
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """Sequences of a step: global batch = rep x dp x microbatches x microbatch. Give any two, or fewer."""
+
+    global_batch: int | None = None
+    """Sequences of one optimizer step; padded with zero-weight rows where it does not divide."""
+    microbatch: int | None = None
+    """Sequences that one data-parallel coordinate takes in one pass."""
+    microbatches: int | None = None
+    """Passes that make a step (gradient accumulation)."""
+
+
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """Optimizer and learning rate."""
+
+    steps: int = 400
+    """Optimizer steps of the whole run."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """adamw: betas 0.9 and 0.95; sgd: without momentum unless --momentum is given."""
+    lr: float = 4e-3
+    """Peak learning rate, at --base-batch where that is given."""
+    warmup: int = 20
+    """Steps of linear warm-up."""
+    lr_decay: Literal["cosine", "linear", "none"] = "cosine"
+    """From the peak to --lr-floor, over the steps after warm-up."""
+    lr_floor: float = 0.1
+    """Share of the peak that is left at the end."""
+    base_batch: int | None = None
+    """Global batch at which --lr was found, in sequences; the rate is scaled to the batch in use."""
+    lr_scaling: Literal["linear", "sqrt", "none"] = "sqrt"
+    """How the rate grows with the batch, where --base-batch is given."""
+    lr_scale_max: float = 8.0
+    """Largest factor of that scaling."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay; not applied to norms and biases."""
+    momentum: float = 0.0
+    """Momentum of sgd."""
+    clip: float = 1.0
+    """Largest global gradient norm; 0 clips nothing."""
+    clip_order: Literal["1", "2", "inf"] = "2"
+    """Order of that norm."""
+    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
+    """Compute dtype; parameters, gradients and optimizer state stay fp32 (fp64 with fp64)."""
+    seed: int = 0
+    """Of initial parameters, dropout, the order of sequences and the held-out split."""
+    eager: bool = False
+    """Run the step's functions untraced, for debugging; same bits, slower."""
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """What to train on, and what to hold out."""
+
+    data: tuple[str, ...] = ()
+    """Text files, folders, or token files (.bin, .npy). Default: the Python standard library's sources, as bytes."""
+    heldout_fraction: float = 0.05
+    """Share of the tokens held out, by document."""
+    eval_every: int = 50
+    """Steps between evaluations on held-out sequences; 0 evaluates at the end only."""
+    eval_sequences: int = 256
+    """Held-out sequences of an evaluation."""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Where the run is kept."""
+
+    run_dir: str | None = None
+    """Folder of the run. Default: runs/ and the time, model, plan and mesh."""
+    resume: bool = False
+    """Continue from the newest complete checkpoint of --run-dir; its options hold where none are typed."""
+    save_every: int = 100
+    """Steps between checkpoints; one is always saved at the end."""
+    log_every: int = 1
+    """Steps between points in TensorBoard."""
+    explain: bool = False
+    """Print how every parameter and activation is laid out, and why; then stop."""
+    sample: int = 240
+    """Tokens of text to sample at the end; 0 samples nothing."""
+
+
+Group = TypeVar("Group")
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Train a language model on a mesh of devices, from one declared plan.
+
+    python -m dtengine.train --mesh 2x4 starts 8 ranks on this machine; under torchrun or srun it uses theirs.
+    """
+
+    mesh: Annotated[MeshOptions, OmitArgPrefixes] = field(default_factory=MeshOptions)
+    model: Annotated[ModelOptions, OmitArgPrefixes] = field(default_factory=ModelOptions)
+    batch: Annotated[BatchOptions, OmitArgPrefixes] = field(default_factory=BatchOptions)
+    optimizer: Annotated[OptimizerOptions, OmitArgPrefixes] = field(default_factory=OptimizerOptions)
+    data: Annotated[DataOptions, OmitArgPrefixes] = field(default_factory=DataOptions)
+    run: Annotated[RunOptions, OmitArgPrefixes] = field(default_factory=RunOptions)
+
+
+Options = TypeVar("Options")
+
+
+def parse(options: type[Options], command: str, arguments: Sequence[str], default: Options | None = None) -> Options:
+    """Read a command line; ``--help`` and mistakes end the process as tyro does (exit codes 0 and 2)."""
+    given = []
+    for i, word in enumerate(arguments):
+        if word == "--no-tied":
+            given += ["--tied", "False"]
+        elif word == "--tied" and (i + 1 == len(arguments) or arguments[i + 1] not in ("True", "False", "None")):
+            given += ["--tied", "True"]
+        elif re.match(r"-\d", word) and i and arguments[i - 1].startswith("--"):
+            given[-1] += f"={word}"  # --mesh -1x2 is a bad mesh, not an unknown option
+        else:
+            given.append(word)
+    if default is None:
+        return tyro.cli(options, prog=f"python -m dtengine.{command}", args=given)
+    return tyro.cli(options, prog=f"python -m dtengine.{command}", args=given, default=default)
+
+
+def to_json(options: Any) -> str:
+    """Return options as JSON, grouped."""
+    return json.dumps(dataclasses.asdict(options), indent=2) + "\n"
+
+
+def from_json(text: str) -> TrainOptions:
+    """Read options that ``to_json`` wrote; options that were added since get their defaults.
+
+    Raises:
+        ValueError: not such a file.
+    """
+    try:
+        stored = json.loads(text)
+        groups = {}
+        for group in dataclasses.fields(TrainOptions):
+            kind = type(getattr(TrainOptions(), group.name))
+            known = {f.name for f in dataclasses.fields(kind)}
+            values = {k: tuple(v) if isinstance(v, list) else v for k, v in stored[group.name].items() if k in known}
+            groups[group.name] = kind(**values)
+        return TrainOptions(**groups)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"the stored options cannot be read ({error}).") from error
+
+
+# --- what options resolve to ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model on a plan: all that shapes a step, resolved and checked.
+
+    Attributes:
+        warnings: what is legal but wasteful, in words.
+    """
+
+    model: Model
+    model_config: ModelConfig
+    plan: Plan
+    global_batch: int
+    batch_shape: BatchShape
+    step: StepConfig
+    warnings: tuple[str, ...]
+
+    def optimizer(self, options: OptimizerOptions) -> optim.Optimizer:
+        """Return the optimizer that the options name."""
+        if options.optimizer == "sgd":
+            return optim.sgd(options.momentum, options.weight_decay)
+        return optim.adamw(weight_decay=options.weight_decay)
+
+
+def resolve(
+    mesh: MeshOptions, model: ModelOptions, batch: BatchOptions, optimizer: OptimizerOptions, **defaults: Any
+) -> Setup:
+    """Resolve options, or raise ValueError in one short message.
+
+    Args:
+        defaults: model sizes and ``global_batch`` where neither an option nor the model says otherwise.
+    """
+    sizes = parse_mesh(mesh.mesh)
+    chosen = load_model(model.model)
+    given = {k: v for k, v in dataclasses.asdict(model).items() if k not in ("model", "size")}
+    stated = set(chosen.defaults or {}) | set((chosen.sizes or {}).get(model.size or "", {}))
+    given |= {k: v for k, v in defaults.items() if k in given and given[k] is None and k not in stated}
+    config = configure(chosen, model.model, model.size, **given)
+    params = parameters(chosen.specs(config))
+    plan = make_plan(mesh.plan, sizes, config.axis_sizes, sequence_parallel=mesh.sp, whole_axes=chosen.whole_axes)
+    for param in params.values():
+        plan.params.check(param.names)
+    global_batch, shape = solve_batch(
+        plan.coordinates, batch.global_batch, batch.microbatch, batch.microbatches, defaults.get("global_batch", 32)
+    )
+    for name, low in (("steps", 1), ("lr", 0), ("clip", 0), ("warmup", 0), ("weight_decay", 0), ("lr_scale_max", 0)):
+        if not getattr(optimizer, name) >= low:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(optimizer, name)}: must be at least {low}.")
+    if optimizer.base_batch is not None and optimizer.base_batch < 1:
+        raise ValueError(f"--base-batch {optimizer.base_batch}: a number of sequences, at least 1.")
+    step = StepConfig(
+        microbatch=shape.microbatch,
+        seq=config.seq,
+        microbatches=shape.microbatches,
+        precision=optimizer.precision,
+        clip=optimizer.clip,
+        norm_order=float(optimizer.clip_order),
+        dropout=config.dropout,
+        seed=optimizer.seed,
+        eager=optimizer.eager,
+    )
+    return Setup(chosen, config, plan, global_batch, shape, step, tuple(_wasteful(plan, config, global_batch, shape)))
+
+
+def solve_batch(
+    coordinates: int,
+    global_batch: int | None,
+    microbatch: int | None,
+    microbatches: int | None,
+    default: int = 32,
+) -> tuple[int, BatchShape]:
+    """Solve global batch = coordinates x microbatches x microbatch from whichever are given.
+
+    The global batch may be less than the product: the rest is padding of weight zero, less than one row for each
+    coordinate and pass.
+
+    Returns:
+        (global batch, shape of the padded batch).
+
+    Raises:
+        ValueError: a number below 1, or three that contradict each other; it names the nearest that agree.
+    """
+    options = {"--global-batch": global_batch, "--microbatch": microbatch, "--microbatches": microbatches}
+    wrong = [f"{name} {value}" for name, value in options.items() if value is not None and value < 1]
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)}: must be a whole number of at least 1.")
+    passes = microbatches or 1
+    if global_batch is None and microbatch is None:
+        global_batch = default
+    if global_batch is None:
+        assert microbatch is not None
+        return coordinates * passes * microbatch, BatchShape(coordinates, passes, microbatch)
+    if microbatch is None:
+        return global_batch, BatchShape(coordinates, passes, -(-global_batch // (coordinates * passes)))
+    if microbatches is None:
+        return global_batch, BatchShape(coordinates, -(-global_batch // (coordinates * microbatch)), microbatch)
+    fits = -(-global_batch // (coordinates * microbatches))
+    if fits != microbatch:
+        raise ValueError(
+            f"--global-batch {global_batch} --microbatch {microbatch} --microbatches {microbatches}: {coordinates} "
+            f"data-parallel coordinates x {microbatches} x {microbatch} = {coordinates * microbatches * microbatch}. The "
+            f"product must be the global batch. Use --global-batch {coordinates * microbatches * microbatch}, or "
+            f"--microbatch {fits}, or leave one of the three out."
+        )
+    return global_batch, BatchShape(coordinates, microbatches, microbatch)
+
+
+def _wasteful(plan: Plan, config: ModelConfig, global_batch: int, shape: BatchShape) -> list[str]:
+    """Say what is legal but leaves ranks idle."""
+    found = []
+    tp = plan.sizes.get("tp", 1)
+    split = config.kv_heads if config.kv_heads >= tp else config.q_per_kv
+    name = "kv heads" if config.kv_heads >= tp else "query heads per kv head"
+    idle = tp - -(-split // -(-split // tp))
+    if idle > 0:
+        found.append(f"{split} {name} over tp={tp}: {idle} of {tp} ranks have no head and idle during attention.")
+    padded = shape.coordinates * shape.microbatches * shape.microbatch
+    if padded >= 1.1 * global_batch:
+        found.append(
+            f"global batch {global_batch} is padded to {padded} rows "
+            f"({shape.coordinates} x {shape.microbatches} x {shape.microbatch}): {padded - global_batch} rows are idle work."
+        )
+    return found
+
+
+def fail(message: str, code: int = 2) -> NoReturn:
+    """Print one short message to stderr and leave."""
+    print(f"dtengine: {message}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+def new_run_dir(options: TrainOptions, now: str) -> Path:
+    """Return the folder of a new run: runs/ and the time, model, plan and mesh."""
+    model = Path(options.model.model.partition(":")[0]).stem
+    mesh = options.mesh.mesh.replace("=", "").replace(",", "-").replace(" ", "")
+    return Path("runs") / f"{now}-{options.model.size or model}-{options.mesh.plan}-{mesh}"

@@ -1,0 +1,114 @@
+"""Say how every parameter and activation is laid out, which rule did it, and why the others did not."""
+
+import math
+import re
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.markup import escape
+
+from dtengine.config import Setup
+from dtengine.layout import Axes, Layout, Placements, local_bounds
+from dtengine.mesh import build_mesh
+from dtengine.model import parameters
+from dtengine.ops import Recorded
+from dtengine.optim import sgd
+from dtengine.step import COMPUTE_DTYPES, make_step
+from dtengine.torch_private import FakeTensorMode, fake_process_group
+
+
+def explain(setup: Setup, console: Console) -> None:
+    """Print the layout of every parameter and activation of a step.
+
+    Runs in one process, whatever the size of the mesh: activations come from a forward pass of rank 0 on fake tensors.
+    Blocks that are alike are shown once.
+    """
+    plan, sizes = setup.plan, setup.plan.sizes
+    console.print(f"[bold]plan {plan.name} on {plan.mesh_text()}[/]: {plan.num_ranks} ranks", highlight=False)
+    wide = 8 if setup.step.precision == "fp64" else 4
+    params = parameters(setup.model.specs(setup.model_config))
+    console.print("\n[bold]Parameters[/], in each layout: placement over the mesh axes, bytes per rank (largest)")
+    for name, param in _once(params.items()):
+        _heading(console, name, param.names, param.shape, wide)
+        alike: dict[tuple, list[Layout]] = {}
+        for layout in (plan.params, plan.grads, plan.optimizer, plan.compute):
+            alike.setdefault(layout.rules, []).append(layout)
+        for layouts in alike.values():
+            _line(console, layouts, param.names, param.shape, sizes, wide)
+
+    found: dict[str, Recorded] = {}
+
+    def record(value: Recorded) -> None:
+        found.setdefault(f"{value.site} {' '.join(value.axes)} {value.shape} {value.placements}", value)
+
+    with fake_process_group(plan.num_ranks):
+        mesh = build_mesh(sizes)
+        step = make_step(setup.model, setup.model_config, plan, mesh, sgd(), setup.step)
+        step.record = record
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            examples = step.examples()
+            step.evaluate_local(*(mode.from_tensor(t) for t in [*examples["params"], *examples["batch"]]))
+    console.print("\n[bold]Activations[/] of one microbatch; Partial is a sum that the next step completes")
+    width = COMPUTE_DTYPES[setup.step.precision].itemsize
+    for _, value in _once((key, v) for key, v in found.items()):
+        site = re.sub(r"^blocks\.\d+", "blocks.*", value.site)
+        _heading(console, site or "batch", value.axes, value.shape, width)
+        _line(console, [plan.compute], value.axes, value.shape, sizes, width, value.placements)
+
+
+def _once(items):  # type: ignore[no-untyped-def]
+    """Yield the first of items that differ in the number of their block only."""
+    seen = set()
+    for name, value in items:
+        general = re.sub(r"^blocks\.\d+", "blocks.*", name)
+        if general not in seen:
+            seen.add(general)
+            yield general, value
+
+
+def _heading(console: Console, name: str, axes: Axes, shape: Sequence[int], width: int) -> None:
+    size = _bytes(math.prod(shape) * width)
+    console.print(
+        f"[cyan]{escape(name)}[/]  {' '.join(axes) or 'scalar'}  {escape(str(list(shape)))}  {size} whole",
+        highlight=False,
+    )
+
+
+def _line(
+    console: Console,
+    layouts: Sequence[Layout],
+    axes: Axes,
+    shape: Sequence[int],
+    sizes: dict[str, int],
+    width: int,
+    placements: Placements | None = None,
+) -> None:
+    taken, decisions = layouts[0].decide(axes, sizes)
+    laid = layouts[0].placements(axes, sizes) if placements is None else placements
+    names = ", ".join(layout.name for layout in layouts)
+    fired = ", ".join(f"{logical}→{mesh_axis}" for mesh_axis, logical in taken.items()) or "whole"
+    local = local_bounds(shape, laid, tuple(sizes.values()), (0,) * len(sizes))
+    size = _bytes(math.prod(stop - start for start, stop in local) * width)
+    where = "  ".join(f"{m} {_short(p)}" for m, p in zip(sizes, laid, strict=True))
+    console.print(f"  [green]{names}[/]: {fired}  |  {where}  |  {size} a rank", highlight=False)
+    skipped: dict[str, list[str]] = {}
+    for decision in decisions:
+        if decision.reason:
+            reason = "no such dim" if decision.reason.startswith("no ") else decision.reason
+            skipped.setdefault(reason, []).append(f"{decision.rule.logical}→{decision.rule.mesh_axis}")
+    if skipped:
+        text = "; ".join(f"{reason}: {', '.join(rules)}" for reason, rules in skipped.items())
+        console.print(f"    [dim]skipped, {escape(text)}[/]", highlight=False)
+
+
+def _short(placement: object) -> str:
+    text = str(placement)  # S(0), R, P(sum)
+    return text.replace("P(sum)", "Partial").replace("R", "whole").replace("S(", "dim ").replace(")", "")
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} TiB"

@@ -1,0 +1,302 @@
+"""Prove that a plan computes what one device computes, before anyone pays for a run.
+
+    python -m dtengine.verify --mesh 2x4 --plan fsdp --model llama --vocab 67 --seq 15 --global-batch 7 --microbatches 2
+
+One side is the plan's traced program on gloo ranks. The other is untraced torch on one device: one backward over the
+whole batch, no microbatches, no mesh. Both train a few steps of SGD (AdamW would hide constant factors) on the same
+random tokens. Exit code 1 where they differ by more than the tolerance.
+"""
+
+import json
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from tyro.conf import OmitArgPrefixes
+
+from dtengine import launch, optim, random, ranks
+from dtengine.config import BatchOptions, MeshOptions, ModelOptions, OptimizerOptions, Setup, fail, parse, resolve
+from dtengine.data import IGNORE, Batch, rows_of
+from dtengine.mesh import Mesh, build_mesh
+from dtengine.model import forward, parameters
+from dtengine.ops import Ops
+from dtengine.shard import gather
+from dtengine.step import State, init_param, init_state, make_step
+from dtengine.torch_private import all_gather_flat, preload
+
+TOLERANCES = {"fp64": 1e-9, "fp32": 2e-4, "bf16": 6e-2}
+# Sizes where none are given: odd, so that nothing divides.
+DEFAULTS = {"layers": 2, "embed": 30, "heads": 6, "kv_heads": 3, "head_dim": 6, "mlp": 26, "vocab": 67, "seq": 15}
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """What is compared, and how it is said."""
+
+    ignore_fraction: float = 0.2
+    """Share of labels that are ignored, unequal over rows."""
+    weights: bool = False
+    """Give every token a random weight."""
+    tolerance: float | None = None
+    """Largest difference allowed; by default 1e-9 in fp64, 2e-4 in fp32, 6e-2 in bf16."""
+    json: bool = False
+    """Print one line of JSON."""
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """Prove that a plan computes what one device computes: loss, raw gradients, norm, parameters.
+
+    Starts gloo ranks on this machine. Exit code 0: equal; 1: beyond tolerance; 2: options that do not fit.
+    """
+
+    check: Annotated[CheckOptions, OmitArgPrefixes] = field(default_factory=CheckOptions)
+    mesh: Annotated[MeshOptions, OmitArgPrefixes] = field(default_factory=lambda: MeshOptions(backend="gloo"))
+    model: Annotated[ModelOptions, OmitArgPrefixes] = field(default_factory=ModelOptions)
+    batch: Annotated[BatchOptions, OmitArgPrefixes] = field(default_factory=BatchOptions)
+    optimizer: Annotated[OptimizerOptions, OmitArgPrefixes] = field(
+        default_factory=lambda: OptimizerOptions(
+            steps=3, optimizer="sgd", lr=1.0, warmup=0, lr_decay="none", weight_decay=0.0, clip=0.1, precision="fp64"
+        )
+    )
+
+
+class Trained(NamedTuple):
+    """What a few steps gave: losses, raw gradients and norm of step 1, parameters after the last step; whole tensors."""
+
+    losses: list[float]
+    grads: dict[str, Tensor]
+    norm: float
+    params: dict[str, Tensor]
+
+
+class Report(NamedTuple):
+    """Differences of a plan from one device, each max|a - b| / max(max|b|, 1e-3 of the model's largest)."""
+
+    ok: bool
+    loss: float
+    grads: float
+    worst_parameter: str
+    norm: float
+    params: float
+    replicas_equal: bool
+    collectives: dict[str, dict[str, int]]
+    command: str
+
+
+def random_batch(setup: Setup, check: CheckOptions) -> Batch:
+    """Draw the whole global batch, the same on every rank: random tokens, ignored labels, weights."""
+    generator = torch.Generator().manual_seed(setup.step.seed)
+    shape = (setup.global_batch, setup.model_config.seq)
+    vocab = setup.model_config.vocab
+    tokens = torch.randint(0, vocab, shape, generator=generator)
+    targets = torch.randint(0, vocab, shape, generator=generator)
+    share = check.ignore_fraction * 2 * torch.rand(shape[0], 1, generator=generator)
+    targets[torch.rand(shape, generator=generator) < share] = IGNORE
+    if (targets < 0).all():
+        targets[0, 0] = 0
+    weights = torch.rand(shape, generator=generator) if check.weights else torch.ones(shape)
+    return Batch(tokens, targets, weights, torch.arange(shape[0]))
+
+
+def train_one_device(setup: Setup, options: OptimizerOptions, batch: Batch) -> Trained:
+    """Train on one device: untraced torch, one backward over the whole batch."""
+    model, config = setup.model, setup.step
+    wide = torch.float64 if config.precision == "fp64" else torch.float32
+    specs = model.specs(setup.model_config)
+    params = {
+        name: init_param(p, name, config.seed, [(0, s) for s in p.shape], "cpu").to(wide).requires_grad_()
+        for name, p in parameters(specs).items()
+    }
+    count = torch.where(batch.targets >= 0, batch.weights, 0).sum(dtype=torch.float64).item()
+    decays = [options.weight_decay * p.decayed for p in parameters(specs).values()]
+    velocities = [torch.zeros_like(p) for p in params.values()]
+    losses, first_grads, first_norm = [], {}, 0.0
+    for step in range(options.steps):
+        key = random.fold(random.key(config.seed, "dropout"), torch.tensor(step))
+        ops = Ops(dropout_key=key, rows=batch.rows, dropout_rate=config.dropout)
+        total, _ = model.loss(forward(model, specs, params, batch, ops), batch, ops.at("head"))
+        loss = total / count
+        grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True, materialize_grads=True)
+        losses.append(loss.item())
+        order = config.norm_order
+        norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in grads]), order).item()
+        if step == 0:
+            first_grads, first_norm = dict(zip(params, grads, strict=True)), norm
+        factor = min(1.0, config.clip / norm) if config.clip and norm else 1.0
+        with torch.no_grad():
+            for p, g, v, decay in zip(params.values(), grads, velocities, decays, strict=True):
+                v.mul_(options.momentum).add_(factor * g)
+                p -= options.lr * (v + decay * p)
+    return Trained(losses, first_grads, first_norm, {n: p.detach() for n, p in params.items()})
+
+
+def train_plan(
+    setup: Setup, options: OptimizerOptions, batch: Batch, mesh: Mesh
+) -> tuple[Trained, bool, dict[str, dict[str, int]]]:
+    """Train with the plan's program on this process group's ranks.
+
+    Returns:
+        (whole tensors on every rank, whether replicas are bit-equal, collectives of one step).
+    """
+    shape, plan = setup.batch_shape, setup.plan
+    padded = pad_rows(batch, shape.coordinates * shape.microbatches * shape.microbatch)
+    rows = torch.from_numpy(rows_of(shape, mesh.data_coordinate(plan.data_axes)))
+    batches = [Batch(*(t[r] for t in padded)) for r in rows]
+    count = torch.where(batch.targets >= 0, batch.weights, 0).sum(dtype=torch.float64).item()
+    optimizer = optim.sgd(options.momentum, options.weight_decay)
+    step = make_step(setup.model, setup.model_config, plan, mesh, optimizer, setup.step)
+    state = init_state(step)
+    raw = step.gradients(state, batches, count)
+    grads = dict(zip(raw, gather(list(raw.values()), mesh), strict=True))
+    losses, norm = [], 0.0
+    for number in range(options.steps):
+        state, metrics = step(state, batches, options.lr, count)
+        losses.append(metrics.loss.item())
+        if number == 0:
+            norm = metrics.norm.item()
+    params = dict(zip(state.params, gather(list(state.params.values()), mesh), strict=True))
+    return Trained(losses, grads, norm, params), replicas_equal(state, mesh), step.collectives()
+
+
+def pad_rows(batch: Batch, rows: int) -> Batch:
+    """Pad a whole batch with rows of zero weight."""
+    missing = rows - batch.tokens.shape[0]
+
+    def pad(x: Tensor, value: int) -> Tensor:
+        return torch.cat([x, x.new_full((missing, *x.shape[1:]), value)])
+
+    return Batch(pad(batch.tokens, 0), pad(batch.targets, IGNORE), pad(batch.weights, 0), torch.arange(rows))
+
+
+def replicas_equal(state: State, mesh: Mesh) -> bool:
+    """Whether all ranks that hold the same shard hold the same bits."""
+    tensors = [*state.params.values(), *(x for slots in state.slots.values() for x in slots.values())]
+    equal = True
+    for axis, name in enumerate(mesh.axes):
+        if mesh.sizes[name] == 1:
+            continue
+        sums = [_bit_sum(x) for x in tensors if isinstance(x.placements[axis], Replicate)]
+        if sums:
+            mine = torch.stack(sums)
+            everywhere = all_gather_flat(mine, mesh.sizes[name], mesh.groups[(name,)]).view(mesh.sizes[name], -1)
+            equal &= bool((everywhere == everywhere[0]).all())
+    verdict = torch.tensor([float(not equal)])
+    if mesh.num_ranks > 1:
+        verdict = all_gather_flat(verdict, mesh.num_ranks, mesh.groups[mesh.split_axes()])
+    return not verdict.any().item()
+
+
+def _bit_sum(x: DTensor) -> Tensor:
+    """Hash the bits of a local shard to an int64."""
+    local = x.to_local().detach().contiguous().flatten()
+    bits = local.view(torch.int64 if local.element_size() == 8 else torch.int32).to(torch.int64)
+    return random.bits(bits, torch.arange(len(bits))).sum()
+
+
+def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> tuple[float, str]:
+    """Return the largest difference, relative to each tensor of b and 1e-3 of the largest of them, and its name."""
+    scale = 1e-3 * max((x.abs().max().item() for x in b.values() if x.numel()), default=0.0)
+    worst, name = 0.0, ""
+    for key, x in b.items():
+        if x.numel():
+            off = (a[key].double() - x.double()).abs().max().item()
+            value = off / max(x.abs().max().item(), scale, 1e-300)
+            if not value <= worst:
+                worst, name = value, key
+    return worst, name or next(iter(b))
+
+
+def compare(setup: Setup, options: OptimizerOptions, check: CheckOptions, mesh: Mesh, command: str) -> Report:
+    """Train both sides and compare; every rank returns the same report."""
+    batch = random_batch(setup, check)
+    ours, equal, collectives = train_plan(setup, options, batch, mesh)
+    theirs = train_one_device(setup, options, batch)
+    loss = max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(ours.losses, theirs.losses, strict=True))
+    grads, worst = difference(ours.grads, theirs.grads)
+    params, _ = difference(ours.params, theirs.params)
+    norm = abs(ours.norm - theirs.norm) / max(abs(theirs.norm), 1e-300)
+    bound = TOLERANCES[setup.step.precision] if check.tolerance is None else check.tolerance
+    ok = equal and all(value <= bound for value in (loss, grads, norm, params))
+    return Report(ok, loss, grads, worst, norm, params, equal, collectives, command)
+
+
+def _rank_main(setup: Setup, options: VerifyOptions, command: str, result: Path) -> None:
+    environment = ranks.launcher_environment()
+    assert environment is not None
+    with ranks.process_group(environment, "gloo") as _:
+        mesh = build_mesh(setup.plan.sizes)
+        report = compare(setup, options.optimizer, options.check, mesh, command)
+        if environment.rank == 0:
+            result.write_text(json.dumps(report._asdict()))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    options = parse(VerifyOptions, "verify", arguments)
+    command = shlex.join(["python", "-m", "dtengine.verify", *(a for a in arguments if a != "--json")])
+    try:
+        options = replace(options, optimizer=replace(options.optimizer, optimizer="sgd"))
+        setup = resolve(options.mesh, options.model, options.batch, options.optimizer, global_batch=7, **DEFAULTS)
+        if not 0 <= options.check.ignore_fraction <= 1:
+            raise ValueError(f"--ignore-fraction {options.check.ignore_fraction}: a share, from 0 to 1.")
+        environment = ranks.launcher_environment()
+        if environment is not None:
+            raise ValueError(
+                f"dtengine.verify: started by {environment.launcher}; it starts its own ranks on one machine. Start it "
+                "once, without a launcher."
+            )
+        with tempfile.TemporaryDirectory() as folder:
+            result = Path(folder) / "report.json"
+            preload()
+            launch.start_ranks(
+                _rank_main, (setup, options, command, result), setup.plan.num_ranks, log_dir=Path(folder) / "logs"
+            )
+            report = Report(**json.loads(result.read_text()))
+    except launch.RunInterrupted as stop:
+        return stop.exit_code
+    except launch.RankFailed as failure:
+        print(failure.traceback, file=sys.stderr)
+        fail(str(failure), failure.exit_code)
+    except ValueError as error:
+        fail(str(error))
+    if options.check.json:
+        print(json.dumps(report._asdict()))
+    else:
+        _print(report, setup, options)
+    return 0 if report.ok else 1
+
+
+def _print(report: Report, setup: Setup, options: VerifyOptions) -> None:
+    console = Console(highlight=False)
+    bound = TOLERANCES[setup.step.precision] if options.check.tolerance is None else options.check.tolerance
+    table = Table(title=f"{setup.plan.name} on {setup.plan.mesh_text()} against one device, {setup.step.precision}")
+    table.add_column("compared")
+    table.add_column("largest difference", justify="right")
+    table.add_column("")
+    for what, value, note in (
+        (f"loss of {options.optimizer.steps} steps", report.loss, ""),
+        ("raw gradients of step 1", report.grads, f"worst: {report.worst_parameter}"),
+        ("gradient norm before clipping", report.norm, ""),
+        (f"parameters after step {options.optimizer.steps}", report.params, ""),
+    ):
+        table.add_row(what, f"{value:.1e}", note if value <= bound else f"above {bound:.0e} {note}")
+    table.add_row("replicas bit-equal", "yes" if report.replicas_equal else "NO", "")
+    console.print(table)
+    for axes, operations in report.collectives.items():
+        console.print(f"  {axes}: " + ", ".join(f"{count} {name}" for name, count in operations.items()) + " a step")
+    console.print(f"{'equal' if report.ok else 'DIFFERENT'} within {bound:.0e}.  {report.command}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
