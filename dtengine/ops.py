@@ -168,7 +168,7 @@ class Ops:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
         """Divide [batch, res_seq, embed] by its root mean square over embed; then scale."""
         equation = "batch res_seq embed, embed -> batch res_seq embed"
-        return self.local(lambda x, w: F.rms_norm(x, w.shape, w, eps), equation, x, weight, whole="embed")
+        return self.local(lambda x, w: _RmsNorm.apply(x, w, eps), equation, x, weight, whole="embed")
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Apply causal scaled-dot-product attention to grouped query heads.
@@ -409,6 +409,30 @@ def _move(x: DTensor, target: Placements, mesh: Mesh) -> DTensor:
     return wrap(local, mesh, target, x.shape)
 
 
+class _RmsNorm(torch.autograd.Function):
+    """x / rms(x) * weight; torch's own decomposes, and its derived backward makes twice as many passes over x.
+
+    Source: Zhang & Sennrich, "Root Mean Square Layer Normalization", 2019.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = _wide(x)
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        unit = wide * scale
+        ctx.save_for_backward(unit, scale, weight)
+        return (unit * weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        unit, scale, weight = ctx.saved_tensors
+        toward = _wide(grad)
+        of_weight = (toward * unit).flatten(0, -2).sum(0)
+        toward = toward * weight
+        of_x = (toward - unit * (toward * unit).mean(-1, keepdim=True)) * scale
+        return of_x.to(grad.dtype), of_weight.to(weight.dtype), None
+
+
 class _SplitCrossEntropy(torch.autograd.Function):
     """Token losses from logits whose vocabulary is split over a group.
 
@@ -440,9 +464,9 @@ class _SplitCrossEntropy(torch.autograd.Function):
         return out, None, None, None, None
 
 
-def _wide(logits: Tensor) -> Tensor:
-    """Loss in at least fp32."""
-    return logits if logits.dtype == torch.float64 else logits.float()
+def _wide(x: Tensor) -> Tensor:
+    """Norms and losses are computed in at least fp32."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def _contract(inputs: Sequence[Axes], output: Axes, *operands: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ Improve Transformer", 2020.
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -87,11 +88,25 @@ def rotate(ops: Ops, x: Tensor, axes: str) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         frequency = ROPE_THETA ** (-torch.arange(half, device=x.device, dtype=wide) / half)
         angle = position.to(wide).unsqueeze(-1) * frequency
-        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-        first, second = x[..., :half], x[..., half:]
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+        return _Turn.apply(x, angle.cos().to(x.dtype), angle.sin().to(x.dtype))  # type: ignore[return-value]
 
     return ops.local(turn, f"{axes}, seq -> {axes}", x, position, whole="head_dim")
+
+
+class _Turn(torch.autograd.Function):
+    """Turn pairs (first half, second half) by an angle; the gradient is turned back, without derived slices."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        first, second = x.chunk(2, -1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        cos, sin = ctx.saved_tensors
+        first, second = grad.chunk(2, -1)
+        return torch.cat([first * cos + second * sin, second * cos - first * sin], -1), None, None
 
 
 def mlp(params: dict, x: Tensor, ops: Ops) -> Tensor:
