@@ -147,6 +147,8 @@ class RunOptions:
     """Steps between points in TensorBoard."""
     explain: bool = False
     """Print how every parameter and activation is laid out, and why; then stop."""
+    start_timeout: float = 60.0
+    """Seconds for all ranks to arrive; then the start fails and names those that are missing."""
     sample: int = 240
     """Tokens of text to sample at the end; 0 samples nothing."""
 

@@ -105,6 +105,10 @@ class Ops:
             f"local '{equation}'", function, inputs, output, operands, False, vanish | set(axes_of(whole))
         )
 
+    def add(self, x: Tensor, y: Tensor, axes: str = "batch res_seq embed") -> Tensor:
+        """Add two values of the same axes, by default to the residual stream."""
+        return self.local(torch.add, f"{axes}, {axes} -> {axes}", x, y)
+
     def constrain(self, x: Tensor, axes: str) -> Tensor:
         """Bring a value to the layout of its axes; the one place where activations communicate.
 

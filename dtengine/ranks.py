@@ -227,7 +227,11 @@ def listen(port: int) -> tuple[int, int]:
 
 @contextmanager
 def process_group(
-    environment: RankEnvironment, backend: str, timeout_s: float = 60, collective_timeout_s: float | None = None
+    environment: RankEnvironment,
+    backend: str,
+    timeout_s: float = 60,
+    collective_timeout_s: float | None = None,
+    agreed: str = "",
 ) -> Iterator[torch.device]:
     """Join the other ranks; yield this rank's device; destroy every process group on the way out.
 
@@ -238,12 +242,13 @@ def process_group(
         backend: "nccl" or "gloo", from `choose_backend`.
         timeout_s: Seconds for all ranks to arrive.
         collective_timeout_s: Seconds for one collective; None for torch's default (30 minutes, nccl 10).
+        agreed: What was started, in words; it must be the same on every rank.
 
     Yields:
         The device of this rank: an accelerator's by local rank for nccl, else the CPU.
 
     Raises:
-        StartError: Ranks are missing after timeout_s, two have one number, or they disagree about WORLD_SIZE; names
+        StartError: Ranks are missing after timeout_s, two have one number, or they disagree about WORLD_SIZE or `agreed`; names
             present and absent ranks. Or the store cannot be reached or opened.
     """
     # 1. Meet at the store. 2. Device and group. 3. The caller's block. 4. Report, then destroy.
@@ -252,7 +257,7 @@ def process_group(
     try:
         deadline = time.monotonic() + timeout_s
         store = _open_store(environment, deadline)
-        _meet(store, environment, deadline, timeout_s)
+        _meet(store, environment, deadline, timeout_s, agreed)
         device, options = torch.device("cpu"), {}
         accelerator = torch.accelerator.current_accelerator()
         if backend == "nccl" and accelerator is not None:
@@ -311,7 +316,7 @@ def _open_store(environment: RankEnvironment, deadline: float) -> dist.TCPStore:
         ) from error
 
 
-def _meet(store: dist.Store, environment: RankEnvironment, deadline: float, timeout_s: float) -> None:
+def _meet(store: dist.Store, environment: RankEnvironment, deadline: float, timeout_s: float, agreed: str) -> None:
     """Wait until each rank has signed in once; all ranks leave with one verdict, or raise it."""
     rank, size = environment.rank, environment.world_size
     prefix = f"dtengine/start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/"
@@ -324,6 +329,9 @@ def _meet(store: dist.Store, environment: RankEnvironment, deadline: float, time
     elif declared != str(size):
         text = f"WORLD_SIZE {size} on rank {rank}: another rank has {declared}. All ranks must agree."
         store.compare_set(verdict, "", text + " Start them with one launcher.")
+    elif (theirs := store.compare_set(prefix + "agreed", "", agreed).decode()) != agreed:
+        text = f"rank {rank}: started with {agreed}, another rank with {theirs}. All ranks must run the same."
+        store.compare_set(verdict, "", text + " Give every rank the same command.")
     elif store.add(prefix + "arrived", 1) == size:
         store.compare_set(verdict, "", "all here")
     while not store.check([verdict]):  # wait() would print a C++ warning when it times out

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from dtengine import checkpoint, config, launch, monitor, ranks
+from dtengine import checkpoint, config, launch, monitor, random, ranks
 from dtengine.config import Setup, TrainOptions, fail
 from dtengine.corpus import Corpus, load_corpus
 from dtengine.data import BatchShape, Loader, bigram_loss, heldout_batches, pin, token_checksum, train_batches
@@ -72,18 +72,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_world(options.mesh.mesh, sizes, environment.world_size, environment.launcher)
         local_ranks = num_ranks(sizes) if environment is None else environment.local_world_size
         backend = ranks.choose_backend(None if options.mesh.backend == "auto" else options.mesh.backend, local_ranks)
-        job = prepare(options, changed)
+        first = environment is None or environment.rank == 0  # the one process that looks after the folder
+        job = prepare(options, changed, first)
         if options.run.explain:
             explain(job.setup, Console())
             return 0
         if is_finished(job):
             return 0
-        if environment is None or environment.rank == 0:
+        if first:
             open_folder(job)
     except ValueError as error:
         fail(str(error))
     if environment is not None:
-        start_logging(environment.rank, job.folder / "logs")
         run_rank(job, backend)
         return 0
     preload()
@@ -125,7 +125,7 @@ def read_options(arguments: Sequence[str]) -> tuple[TrainOptions, str]:
     return options, ", ".join(changed)
 
 
-def prepare(options: TrainOptions, changed: str) -> Job:
+def prepare(options: TrainOptions, changed: str, first: bool) -> Job:
     """Resolve everything that needs no rank, or raise ValueError in one short message."""
     # 1. the model's sizes, for the length of a sequence; 2. the data; 3. all again, with the vocabulary of the data
     first = config.resolve(options.mesh, options.model, options.batch, options.optimizer, **DEFAULTS)
@@ -154,7 +154,8 @@ def prepare(options: TrainOptions, changed: str) -> Job:
         folder = config.new_run_dir(options, time.strftime("%Y%m%d-%H%M%S"))
     else:
         folder = Path(options.run.run_dir)
-    check_folder(folder, options, corpus)
+    if first:
+        check_folder(folder, options, corpus)
     return Job(options, setup, corpus, rate, note, folder, changed)
 
 
@@ -203,7 +204,13 @@ def open_folder(job: Job) -> None:
     """Make the run's folder and write the resolved options."""
     job.folder.mkdir(parents=True, exist_ok=True)
     stored = replace(job.options, run=replace(job.options.run, run_dir=str(job.folder), resume=False))
-    monitor.write_atomically(job.folder / "config.json", config.to_json(stored))
+    path = job.folder / "config.json"
+    try:
+        path.open("x").close()  # of two new runs that start at once, one takes the folder
+    except FileExistsError:
+        if not job.options.run.resume:
+            raise ValueError(f"--run-dir {job.folder}: another run has just taken it. Name another folder.") from None
+    monitor.write_atomically(path, config.to_json(stored))
 
 
 def report_failure(failure: launch.RankFailed, folder: Path) -> int:
@@ -222,6 +229,11 @@ def report_failure(failure: launch.RankFailed, folder: Path) -> int:
 # --- on each rank -----------------------------------------------------------------------------------------------
 
 
+def digest(options: TrainOptions) -> str:
+    """Return a short hash of options, to see whether ranks have the same."""
+    return f"{random.key(config.to_json(options)) & 0xFFFFFFFF:08x}"
+
+
 class NonFinite(RuntimeError):
     """Loss or gradient norm is not finite; no rank updated anything."""
 
@@ -232,7 +244,11 @@ def run_rank(job: Job, backend: str) -> None:
     environment = ranks.launcher_environment()
     assert environment is not None
     options, setup = job.options, job.setup
-    with ranks.process_group(environment, backend) as device:
+    agreed = f"--mesh {options.mesh.mesh} --plan {setup.plan.name}, options {digest(options)}"
+    with ranks.process_group(environment, backend, options.run.start_timeout, agreed=agreed) as device:
+        if environment.launcher != "dtengine":  # each rank was started by itself: the first one says where the run is
+            job = replace(job, folder=Path(broadcast_text(str(job.folder), device)))
+            start_logging(environment.rank, job.folder / "logs")
         mesh = build_mesh(setup.plan.sizes, device)
         optimizer = setup.optimizer(options.optimizer)
         step = make_step(setup.model, setup.model_config, setup.plan, mesh, optimizer, setup.step, device)
@@ -248,6 +264,15 @@ def run_rank(job: Job, backend: str) -> None:
             if watch is not None:
                 watch.failed(error)
             raise
+
+
+def broadcast_text(text: str, device: torch.device) -> str:
+    """Return rank 0's text, of up to 4,096 bytes, on every rank."""
+    data = torch.zeros(4096, dtype=torch.uint8, device=device)
+    encoded = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    data[: len(encoded)] = encoded
+    dist.broadcast(data, 0)
+    return bytes(data.tolist()).rstrip(b"\0").decode()
 
 
 def steps(job: Job, step: Step, state: State, mesh: Mesh, device: torch.device, watch: "Watch | None") -> None:

@@ -130,8 +130,7 @@ def head(params: dict, x: Tensor, ops: Ops) -> Tensor:
 
 
 def _add(ops: Ops, x: Tensor, h: Tensor, site: str) -> Tensor:
-    h = ops.dropout(h, "batch res_seq embed", site)
-    return ops.local(torch.add, "batch res_seq embed, batch res_seq embed -> batch res_seq embed", x, h)
+    return ops.add(x, ops.dropout(h, "batch res_seq embed", site))
 
 
 _LLAMA3 = {"kv_heads": 8, "vocab": 128256, "seq": 8192}
