@@ -282,7 +282,8 @@ def measure(peer: str, width: int, layers: int, num_sequences: int, pairs: int, 
     plan = make_plan(row.plan, sizes, config.axis_sizes, sequence_parallel=row.sequence_parallel)
     mesh = build_mesh(sizes)
     share = num_sequences // plan.coordinates
-    step = make_step(load_model("llama"), config, plan, mesh, adamw(), StepConfig(share, config.seq, clip=CLIP))
+    step_config = StepConfig(share, config.seq, clip=CLIP)
+    step = make_step(load_model("llama"), config, plan, mesh, adamw(), step_config, lambda number: LR)
     state = init_state(step)
     step.prepare()
     whole = dict(zip(state.params, gather(list(state.params.values()), mesh), strict=True))
@@ -297,7 +298,7 @@ def measure(peer: str, width: int, layers: int, num_sequences: int, pairs: int, 
 
     def ours() -> float:
         nonlocal state
-        state, metrics = step(state, [batch], LR, count)
+        state, metrics = step(state, batch, count)
         return metrics.loss.item()
 
     theirs = peer_step(peer, step, whole, config, batch)

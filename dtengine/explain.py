@@ -43,7 +43,7 @@ def explain(setup: Setup, console: Console) -> None:
 
     with fake_process_group(plan.num_ranks):
         mesh = build_mesh(sizes)
-        step = make_step(setup.model, setup.model_config, plan, mesh, sgd(), setup.step)
+        step = make_step(setup.model, setup.model_config, plan, mesh, sgd(), setup.step, lambda step: 0.0)
         step.record = record
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             examples = step.examples()

@@ -248,8 +248,8 @@ def process_group(
         The device of this rank: an accelerator's by local rank for nccl, else the CPU.
 
     Raises:
-        StartError: Ranks are missing after timeout_s, two have one number, or they disagree about WORLD_SIZE or `agreed`; names
-            present and absent ranks. Or the store cannot be reached or opened.
+        StartError: Ranks are missing after timeout_s, two have one number, or they disagree about WORLD_SIZE or
+            `agreed`; names present and absent ranks. Or the store cannot be reached or opened.
     """
     # 1. Meet at the store. 2. Device and group. 3. The caller's block. 4. Report, then destroy.
     for name, value in export_environment().items() if environment.launcher == "slurm" else ():

@@ -54,12 +54,14 @@ class Metrics(NamedTuple):
         norm: gradient norm before clipping.
         finite: 0.0 where loss or norm was not finite; then nothing was updated.
         bad_data: [coordinates] 1.0 for each data-parallel coordinate whose own loss was not finite.
+        lr: learning rate of the update; the one number that is not a tensor.
     """
 
     loss: Tensor
     norm: Tensor
     finite: Tensor
     bad_data: Tensor
+    lr: float
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class StepConfig:
 
 @dataclass
 class Step:
-    """A training step bound to a mesh: ``state, metrics = step(state, batches, lr)``.
+    """A training step bound to a mesh: ``state, metrics = step(state, batch)``.
 
     Build it with ``make_step``. Programs are traced when they are first needed; ``prepare`` does it ahead.
     """
@@ -102,6 +104,7 @@ class Step:
     mesh: Mesh
     optimizer: Optimizer
     config: StepConfig
+    rate: Callable[[int], float]
     device: torch.device
     params: dict[str, Param] = field(default_factory=dict)
     programs: dict[str, Callable[..., list[Tensor]]] = field(default_factory=dict)
@@ -109,19 +112,19 @@ class Step:
     record: Callable[[Recorded], None] | None = None  # called with each activation of a trace
 
     def __call__(
-        self, state: State, batches: Sequence[Batch], lr: float, count: float | None = None
+        self, state: State, batch: Batch | Sequence[Batch], count: float | None = None
     ) -> tuple[State, Metrics]:
         """Run one step. The state passed in is used up: its tensors are updated in place.
 
         Args:
             state: from ``init_state``, ``checkpoint.load`` or the step before.
-            batches: the microbatches of this rank's data-parallel coordinate.
-            lr: learning rate of this update.
+            batch: the microbatches of this rank's data-parallel coordinate; one alone may stand for itself.
             count: number of counted tokens of the global batch; where None it is summed over the ranks first.
 
         Returns:
             (new state, metrics).
         """
+        batches = [batch] if isinstance(batch, Batch) else batch
         if len(batches) != self.config.microbatches:
             raise ValueError(f"step: {len(batches)} microbatches, expected {self.config.microbatches}.")
         if count is None:
@@ -142,10 +145,11 @@ class Step:
                 with torch.inference_mode():
                     loss = loss + part
                     add_(buffers, grads)
+        lr = self.rate(state.step)
         now = (torch.tensor(lr, dtype=torch.float64), torch.tensor(float(state.step + 1)))
         assert loss is not None
         loss, norm, finite, bad = self.programs["update"](*params, *slots, *buffers, loss, inverse, *now)
-        return State(state.step + 1, state.params, state.slots), Metrics(loss, norm, finite, bad)
+        return State(state.step + 1, state.params, state.slots), Metrics(loss, norm, finite, bad, lr)
 
     def gradients(self, state: State, batches: Sequence[Batch], count: float) -> dict[str, DTensor]:
         """Return the raw gradients of a step, reduced to the optimizer layout and not clipped; for tests and verify."""
@@ -478,9 +482,10 @@ def make_step(
     mesh: Mesh,
     optimizer: Optimizer,
     config: StepConfig,
+    rate: Callable[[int], float],
     device: torch.device | str = "cpu",
 ) -> Step:
-    """Bind a model, a plan and an optimizer to a mesh.
+    """Bind a model, a plan, an optimizer and a learning rate, a function of the step, to a mesh.
 
     Raises:
         ValueError: specs that do not fit the contract, unknown axes, or an unknown precision.
@@ -491,7 +496,7 @@ def make_step(
     params = parameters(specs)
     for param in params.values():
         plan.params.check(param.names)
-    return Step(model, specs, plan, mesh, optimizer, config, torch.device(device), params)
+    return Step(model, specs, plan, mesh, optimizer, config, rate, torch.device(device), params)
 
 
 def init_state(step: Step) -> State:

@@ -72,14 +72,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_world(options.mesh.mesh, sizes, environment.world_size, environment.launcher)
         local_ranks = num_ranks(sizes) if environment is None else environment.local_world_size
         backend = ranks.choose_backend(None if options.mesh.backend == "auto" else options.mesh.backend, local_ranks)
-        first = environment is None or environment.rank == 0  # the one process that looks after the folder
-        job = prepare(options, changed, first)
+        owner = environment is None or environment.rank == 0  # the one process that looks after the folder
+        job = prepare(options, changed, owner)
         if options.run.explain:
             explain(job.setup, Console())
             return 0
         if is_finished(job):
             return 0
-        if first:
+        if owner:
             open_folder(job)
     except ValueError as error:
         fail(str(error))
@@ -125,7 +125,7 @@ def read_options(arguments: Sequence[str]) -> tuple[TrainOptions, str]:
     return options, ", ".join(changed)
 
 
-def prepare(options: TrainOptions, changed: str, first: bool) -> Job:
+def prepare(options: TrainOptions, changed: str, owner: bool) -> Job:
     """Resolve everything that needs no rank, or raise ValueError in one short message."""
     # 1. the model's sizes, for the length of a sequence; 2. the data; 3. all again, with the vocabulary of the data
     first = config.resolve(options.mesh, options.model, options.batch, options.optimizer, **DEFAULTS)
@@ -154,7 +154,7 @@ def prepare(options: TrainOptions, changed: str, first: bool) -> Job:
         folder = config.new_run_dir(options, time.strftime("%Y%m%d-%H%M%S"))
     else:
         folder = Path(options.run.run_dir)
-    if first:
+    if owner:
         check_folder(folder, options, corpus)
     return Job(options, setup, corpus, rate, note, folder, changed)
 
@@ -251,7 +251,7 @@ def run_rank(job: Job, backend: str) -> None:
             start_logging(environment.rank, job.folder / "logs")
         mesh = build_mesh(setup.plan.sizes, device)
         optimizer = setup.optimizer(options.optimizer)
-        step = make_step(setup.model, setup.model_config, setup.plan, mesh, optimizer, setup.step, device)
+        step = make_step(setup.model, setup.model_config, setup.plan, mesh, optimizer, setup.step, job.rate, device)
         state, start = init_state(step), 0
         latest = checkpoint.newest(job.folder / "checkpoints")
         if latest is not None:
@@ -297,11 +297,10 @@ def steps(job: Job, step: Step, state: State, mesh: Mesh, device: torch.device, 
             batches, waited = loader.next()
             if number == start:
                 check_same_tokens(token_checksum(batches), mesh, setup.plan)
-            lr = job.rate(number)
-            state, metrics = step(state, batches, lr, count)
+            state, metrics = step(state, batches, count)
             loss, norm = stop_if_not_finite(metrics, number, mesh, setup.plan)
             if watch is not None:
-                watch.stepped(number + 1, loss, norm, lr, time.perf_counter() - began, waited)
+                watch.stepped(number + 1, loss, norm, metrics.lr, time.perf_counter() - began, waited)
             done = number + 1
             if done == last or (options.data.eval_every and done % options.data.eval_every == 0):
                 heldout = evaluate(job, step, state, coordinate, device)

@@ -154,13 +154,13 @@ def train_plan(
     batches = [Batch(*(t[r] for t in padded)) for r in rows]
     count = torch.where(batch.targets >= 0, batch.weights, 0).sum(dtype=torch.float64).item()
     optimizer = optim.sgd(options.momentum, options.weight_decay)
-    step = make_step(setup.model, setup.model_config, plan, mesh, optimizer, setup.step)
+    step = make_step(setup.model, setup.model_config, plan, mesh, optimizer, setup.step, lambda step: options.lr)
     state = init_state(step)
     raw = step.gradients(state, batches, count)
     grads = dict(zip(raw, gather(list(raw.values()), mesh), strict=True))
     losses, norm = [], 0.0
     for number in range(options.steps):
-        state, metrics = step(state, batches, options.lr, count)
+        state, metrics = step(state, batches, count)
         losses.append(metrics.loss.item())
         if number == 0:
             norm = metrics.norm.item()
