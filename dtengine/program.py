@@ -112,24 +112,25 @@ def drop_dead(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.users or node.op in ("placeholder", "output"):
             continue
-        if node.op == "call_function" and not (_is_collective(node) or node.target is _WAIT):
-            schema = getattr(node.target, "_schema", None)
-            if schema is not None and schema.is_mutable:
-                continue
+        if _is_mutable(node) and not (_is_collective(node) or node.target is _WAIT):
+            continue
         graph.erase_node(node)
 
 
 def fold_constants(graph: fx.Graph) -> None:
-    """Compute once, when the program is made, what depends on no input: positions, rotary tables."""
+    """Compute once, when the program is made, what depends on no input: positions, rotary tables.
+
+    What is updated in place or handed out is made anew each time: the next step would find it changed.
+    """
     constant: dict[fx.Node, Any] = {}
     module = graph.owning_module
     assert module is not None
+    fresh = _feeds_a_change(graph)
     with torch.no_grad():
         for node in list(graph.nodes):
-            if node.op != "call_function" or _is_collective(node) or node.target is _WAIT:
+            if node.op != "call_function" or node in fresh or _is_collective(node) or node.target is _WAIT:
                 continue
-            schema = getattr(node.target, "_schema", None)
-            if schema is not None and (schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags):
+            if _is_mutable(node) or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
                 continue
             if all(n in constant for n in node.all_input_nodes):
                 args, kwargs = map_arg((node.args, node.kwargs), lambda n: constant[n])
@@ -143,6 +144,25 @@ def fold_constants(graph: fx.Graph) -> None:
         module.register_buffer(name, value, persistent=False)
         with graph.inserting_before(node):
             node.replace_all_uses_with(graph.get_attr(name))
+
+
+def _feeds_a_change(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes whose value may share memory with one that is changed in place or is an output."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op == "output" or _is_mutable(node) or (node in found and _is_view(node)):
+            found.update(node.all_input_nodes)
+    return found
+
+
+def _is_view(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is None or any(r.alias_info is not None for r in schema.returns)
+
+
+def _is_mutable(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and schema is not None and schema.is_mutable
 
 
 PASSES = (drop_identities, fold_constants, drop_dead)

@@ -90,6 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         launch.start_ranks(run_rank, (job, backend), num_ranks(sizes), log_dir=job.folder / "logs")
     except launch.RunInterrupted as stop:
+        mark_failed(job.folder, f"interrupted by {stop.signal.name}")
         return stop.exit_code
     except launch.RankFailed as failure:
         return report_failure(failure, job.folder)
@@ -219,11 +220,16 @@ def report_failure(failure: launch.RankFailed, folder: Path) -> int:
         print(failure.traceback, file=sys.stderr)
     print(f"dtengine: {failure}", file=sys.stderr)
     print(f"dtengine: the log of each rank is in {folder / 'logs'}", file=sys.stderr)
+    mark_failed(folder, str(failure))
+    return failure.exit_code
+
+
+def mark_failed(folder: Path, error: str) -> None:
+    """Say in status.json, for a rank 0 that could not, how the run ended."""
     path = folder / "status.json"
     stored = json.loads(path.read_text()) if path.exists() else {}
     known = {name: value for name, value in stored.items() if name in monitor.STATUS_FIELDS}
-    monitor.Status(path, **known | {"status": "failed", "error": str(failure)})
-    return failure.exit_code
+    monitor.Status(path, **known | {"status": "failed", "error": error})
 
 
 # --- on each rank -----------------------------------------------------------------------------------------------
