@@ -13,7 +13,8 @@ from dtengine.mesh import build_mesh
 from dtengine.model import parameters
 from dtengine.ops import Recorded
 from dtengine.optim import sgd
-from dtengine.step import COMPUTE_DTYPES, make_step
+from dtengine.parameters import COMPUTE_DTYPES
+from dtengine.step import make_step
 from dtengine.torch_private import FakeTensorMode, fake_process_group
 
 

@@ -12,7 +12,6 @@ The whole rule, for each mesh axis m:
 Only ``constrain`` and the vocabulary-parallel loss communicate.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -23,10 +22,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from dtengine import random
+from dtengine.kernels import contract, rms_norm, split_cross_entropy, wide
 from dtengine.layout import Axes, Layout, Placements, axes_of
 from dtengine.mesh import Mesh
 from dtengine.shard import Move, bounds_of, redistribute, wrap
-from dtengine.torch_private import all_reduce
 
 
 class Recorded(NamedTuple):
@@ -81,7 +80,7 @@ class Ops:
         """
         inputs, output = _parse(equation)
         return self._call(
-            f"einsum '{equation}'", lambda *x: _contract(inputs, output, *x), inputs, output, operands, True
+            f"einsum '{equation}'", lambda *x: contract(inputs, output, *x), inputs, output, operands, True
         )
 
     def local(self, function: Callable[..., Tensor], equation: str, *operands: Tensor, whole: str = "") -> Tensor:
@@ -172,7 +171,7 @@ class Ops:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
         """Divide [batch, res_seq, embed] by its root mean square over embed; then scale."""
         equation = "batch res_seq embed, embed -> batch res_seq embed"
-        return self.local(lambda x, w: _RmsNorm.apply(x, w, eps), equation, x, weight, whole="embed")
+        return self.local(lambda x, w: rms_norm(x, w, eps), equation, x, weight, whole="embed")
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Apply causal scaled-dot-product attention to grouped query heads.
@@ -254,9 +253,9 @@ class Ops:
         def loss(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
             counted = torch.where(targets >= 0, weights, 0)
             if group is None:
-                flat = F.cross_entropy(_wide(logits).flatten(0, 1), targets.clamp(min=0).flatten(), reduction="none")
+                flat = F.cross_entropy(wide(logits).flatten(0, 1), targets.clamp(min=0).flatten(), reduction="none")
                 return (flat.view(targets.shape) * counted).sum()
-            losses = _SplitCrossEntropy.apply(_wide(logits), targets.clamp(min=0), start, stop, group)
+            losses = split_cross_entropy(wide(logits), targets.clamp(min=0), start, stop, group)
             return (losses * counted).sum()
 
         def count(targets: Tensor, weights: Tensor) -> Tensor:
@@ -411,94 +410,6 @@ class _Constrain(torch.autograd.Function):
 def _move(x: DTensor, target: Placements, mesh: Mesh) -> DTensor:
     (local,) = redistribute([x.to_local()], [Move(tuple(x.placements), target, tuple(x.shape))], mesh)
     return wrap(local, mesh, target, x.shape)
-
-
-class _RmsNorm(torch.autograd.Function):
-    """x / rms(x) * weight; torch's own decomposes, and its derived backward makes twice as many passes over x.
-
-    Source: Zhang & Sennrich, "Root Mean Square Layer Normalization", 2019.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = _wide(x)
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        unit = wide * scale
-        ctx.save_for_backward(unit, scale, weight)
-        return (unit * weight).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        unit, scale, weight = ctx.saved_tensors
-        toward = _wide(grad)
-        of_weight = (toward * unit).flatten(0, -2).sum(0)
-        toward = toward * weight
-        of_x = (toward - unit * (toward * unit).mean(-1, keepdim=True)) * scale
-        return of_x.to(grad.dtype), of_weight.to(weight.dtype), None
-
-
-class _SplitCrossEntropy(torch.autograd.Function):
-    """Token losses from logits whose vocabulary is split over a group.
-
-    Source: Shoeybi et al., "Megatron-LM", 2019, section 3 (the loss without gathering the logits).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, start: int, stop: int, group: str) -> Tensor:
-        largest = logits.amax(-1) if stop > start else logits.new_full(logits.shape[:-1], -torch.inf)
-        largest = all_reduce(largest, "max", group)
-        shifted = logits - largest.unsqueeze(-1)
-        mine = (targets >= start) & (targets < stop)
-        inside = torch.where(mine, targets - start, 0).unsqueeze(-1)
-        exponents = shifted.exp()
-        if stop > start:
-            chosen = torch.where(mine, shifted.gather(-1, inside).squeeze(-1), 0.0)
-        else:
-            chosen = torch.zeros_like(largest)
-        total, chosen = all_reduce(torch.stack([exponents.sum(-1), chosen]), "sum", group).unbind(0)
-        ctx.save_for_backward(exponents, total, mine, inside)
-        return total.log() - chosen
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        exponents, total, mine, inside = ctx.saved_tensors
-        out = exponents * (grad / total).unsqueeze(-1)
-        if out.shape[-1]:
-            out = out.scatter_add(-1, inside, torch.where(mine, -grad, 0.0).unsqueeze(-1))
-        return out, None, None, None, None
-
-
-def _wide(x: Tensor) -> Tensor:
-    """Norms and losses are computed in at least fp32."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def _contract(inputs: Sequence[Axes], output: Axes, *operands: Tensor) -> Tensor:
-    """Multiply and sum local tensors: one matrix product where two operands share summed axes only.
-
-    torch.einsum makes a batched product of it, with four times as many nodes in a trace.
-    """
-    summed = [a for a in inputs[0] if a not in output]
-    shared = set(inputs[0]) & set(inputs[-1])
-    if len(inputs) != 2 or not summed or shared != set(summed):
-        letters = {a: chr(97 + i) for i, a in enumerate(dict.fromkeys(a for axes in inputs for a in axes))}
-        terms = ",".join("".join(letters[a] for a in axes) for axes in inputs)
-        return torch.einsum(f"{terms}->{''.join(letters[a] for a in output)}", *operands)
-    left, right = operands
-    rows, columns = ([a for a in axes if a not in shared] for axes in inputs)
-    size = {a: s for axes, x in zip(inputs, operands, strict=True) for a, s in zip(axes, x.shape, strict=True)}
-    inner = math.prod(size[a] for a in summed)
-    x = _permute(left, inputs[0], [*rows, *summed]).reshape(math.prod(size[a] for a in rows), inner)
-    if inputs[1] == (*columns, *summed):  # a stored transpose stays one
-        y = right.reshape(math.prod(size[a] for a in columns), inner).t()
-    else:
-        y = _permute(right, inputs[1], [*summed, *columns]).reshape(inner, math.prod(size[a] for a in columns))
-    made = (x @ y).view([size[a] for a in (*rows, *columns)])
-    return _permute(made, (*rows, *columns), output)
-
-
-def _permute(x: Tensor, have: Sequence[str], want: Sequence[str]) -> Tensor:
-    return x if list(have) == list(want) else x.permute([have.index(a) for a in want])
 
 
 def _parse(equation: str) -> tuple[tuple[Axes, ...], Axes]:

@@ -16,20 +16,21 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from dtengine import random, trees
 from dtengine.data import Batch
 from dtengine.layout import Layout, Placements, Plan, axes_of
 from dtengine.mesh import Mesh
-from dtengine.model import Model, ModelConfig, Param, Tied, parameters
+from dtengine.model import Model, ModelConfig, Param, Tied
+from dtengine.model import parameters as model_parameters
 from dtengine.ops import Ops, Recorded
 from dtengine.optim import Optimizer, Update, global_norm_terms
+from dtengine.parameters import COMPUTE_DTYPES, Parameters
+from dtengine.parameters import use as use_parameters
 from dtengine.program import Program, check_collectives, count_collectives, trace
-from dtengine.shard import Move, bounds_of, redistribute, wrap
+from dtengine.shard import Move, redistribute, wrap
 from dtengine.torch_private import add_, all_reduce, scale
-
-COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 class State(NamedTuple):
@@ -100,16 +101,38 @@ class Step:
 
     model: Model
     specs: Mapping[str, Any]
-    plan: Plan
-    mesh: Mesh
+    parameters: Parameters
     optimizer: Optimizer
     config: StepConfig
     rate: Callable[[int], float]
-    device: torch.device
-    params: dict[str, Param] = field(default_factory=dict)
     programs: dict[str, Callable[..., list[Tensor]]] = field(default_factory=dict)
     buffers: dict[str, Placements] = field(default_factory=dict)  # placements of the gradient buffers
     record: Callable[[Recorded], None] | None = None  # called with each activation of a trace
+
+    @property
+    def params(self) -> dict[str, Param]:
+        """{name: description} of the parameters."""
+        return self.parameters.specs
+
+    @property
+    def plan(self) -> Plan:
+        """Mesh sizes and layouts."""
+        return self.parameters.plan
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of all its tensors."""
+        return self.parameters.mesh
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device."""
+        return self.parameters.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """dtype of parameters, gradients and optimizer state."""
+        return self.parameters.dtype
 
     def __call__(
         self, state: State, batch: Batch | Sequence[Batch], count: float | None = None
@@ -130,11 +153,10 @@ class Step:
         if count is None:
             count = self.global_count(batches)
         self.prepare()
-        wide = self._wide
         with torch.no_grad():
             params = [p.to_local() for p in state.params.values()]
             slots = [s.to_local() for name in state.params for s in state.slots[name].values()]
-        inverse = torch.tensor(1.0 / max(count, 1e-30), dtype=torch.float64).to(wide).to(self.device)
+        inverse = torch.tensor(1.0 / max(count, 1e-30), dtype=torch.float64).to(self.dtype).to(self.device)
         key = random.fold(random.key(self.config.seed, "dropout"), torch.tensor(state.step)).to(self.device)
         loss, buffers = None, []
         for batch in batches:
@@ -155,7 +177,7 @@ class Step:
         """Return the raw gradients of a step, reduced to the optimizer layout and not clipped; for tests and verify."""
         self.prepare()
         params = [p.to_local() for p in state.params.values()]
-        inverse = torch.tensor(1.0 / count, dtype=torch.float64).to(self._wide).to(self.device)
+        inverse = torch.tensor(1.0 / count, dtype=torch.float64).to(self.dtype).to(self.device)
         key = random.fold(random.key(self.config.seed, "dropout"), torch.tensor(state.step)).to(self.device)
         buffers: list[Tensor] = []
         for batch in batches:
@@ -163,7 +185,7 @@ class Step:
             buffers = grads if not buffers else [a + b for a, b in zip(buffers, grads, strict=True)]
         reduced = redistribute(buffers, self._to_optimizer(), self.mesh)
         return {
-            name: wrap(g, self.mesh, self._placed(self.plan.optimizer, name), self.params[name].shape)
+            name: wrap(g, self.mesh, self.parameters.placements(self.plan.optimizer, name), self.params[name].shape)
             for name, g in zip(self.params, reduced, strict=True)
         }
 
@@ -201,11 +223,9 @@ class Step:
         if self.config.eager:  # the layout of the buffers is what an accumulation gives
             with torch.no_grad():
                 self._accumulate(*params, *batch, inverse, key)
-        buffers = [
-            self._empty(self.params[name].shape, placements, self._wide) for name, placements in self.buffers.items()
-        ]
+        buffers = [self.parameters.empty(name, placements) for name, placements in self.buffers.items()]
         now = (torch.tensor(0.0, dtype=torch.float64), torch.tensor(1.0))
-        loss = torch.zeros((), dtype=self._wide, device=self.device)
+        loss = torch.zeros((), dtype=self.dtype, device=self.device)
         self._compile("update", self._update, [*params, *examples["slots"], *buffers, loss, inverse, *now])
         if not self.config.eager:
             programs = [p for p in self.programs.values() if isinstance(p, Program)]
@@ -228,7 +248,8 @@ class Step:
             loss, _ = self._loss(params, batch, self._ops(batch, key), sink, token)
             local = loss.to_local()
             # The objective is the mean over the global batch; every rank starts from its own term of it.
-            torch.autograd.grad(_from_loss(loss, self.mesh) * inverse, token)
+            objective = _LocalLoss.apply(loss, self.mesh) * inverse  # type: ignore[operator]
+            torch.autograd.grad(objective, token)
         self.buffers.clear()
         self.buffers.update({name: tuple(sink[name].placements) for name in self.params})
         return [local.detach(), *(sink[name].to_local() for name in self.params)]
@@ -260,7 +281,7 @@ class Step:
             grads = scale(grads, factor)
 
         skip = 1.0 - finite.to(torch.float32)
-        shards = redistribute(params, self._moves(self.plan.params, self.plan.optimizer), mesh)
+        shards = redistribute(params, self.parameters.moves(self.plan.params, self.plan.optimizer), mesh)
         for decayed in (True, False):
             chosen = [i for i, n in enumerate(names) if self.params[n].decayed == decayed and shards[i].numel()]
             if chosen:
@@ -272,7 +293,7 @@ class Step:
                     Update(lr, number, skip),
                 )
 
-        stored = redistribute(shards, self._moves(self.plan.optimizer, self.plan.params), mesh)
+        stored = redistribute(shards, self.parameters.moves(self.plan.optimizer, self.plan.params), mesh)
         for param, shard, new in zip(params, shards, stored, strict=True):
             if param is not shard:
                 param.copy_(new)
@@ -293,8 +314,8 @@ class Step:
             tied = [leaf.name for leaf in flat.values() if isinstance(leaf, Tied) and leaf.name not in used]
             names = [n for n in dict.fromkeys(own + tied) if n not in used]
             if names:
-                moved = _Use.apply(self, tuple(names), sink, token, *(locals_[n] for n in names))
-                used.update(zip(names, moved, strict=True))  # type: ignore[arg-type]
+                moved = use_parameters(self.parameters, names, [locals_[n] for n in names], sink, token)
+                used.update(zip(names, moved, strict=True))
             return trees.map_named(lambda n, leaf: used[leaf.name if isinstance(leaf, Tied) else n], tree, prefix)
 
         x = self.model.embed(use("embed", self.specs["embed"]), batch, ops.at("embed"))
@@ -319,7 +340,7 @@ class Step:
             if g.numel()
             and not any(
                 isinstance(p, Replicate) and at[m]
-                for m, p in zip(mesh.axes, self._placed(self.plan.optimizer, name), strict=True)
+                for m, p in zip(mesh.axes, self.parameters.placements(self.plan.optimizer, name), strict=True)
             )
         ]
         term = global_norm_terms(owned, order) if owned else torch.zeros((), dtype=loss.dtype, device=loss.device)
@@ -363,41 +384,29 @@ class Step:
     # --- layouts --------------------------------------------------------------------------------------------------
 
     @property
-    def _wide(self) -> torch.dtype:
-        """dtype of parameters, gradients and optimizer state."""
-        return torch.float64 if self.config.precision == "fp64" else torch.float32
-
-    @property
     def _slot_names(self) -> list[str]:
         return list(self.optimizer.init(torch.zeros(0)))
 
-    def _placed(self, layout: Layout, name: str) -> Placements:
-        return layout.placements(self.params[name].names, self.mesh.sizes)
-
-    def _moves(self, source: Layout, target: Layout) -> list[Move]:
-        return [Move(self._placed(source, n), self._placed(target, n), p.shape) for n, p in self.params.items()]
-
     def _to_optimizer(self) -> list[Move]:
-        return [Move(self.buffers[n], self._placed(self.plan.optimizer, n), p.shape) for n, p in self.params.items()]
-
-    def _empty(self, shape: Sequence[int], placements: Placements, dtype: torch.dtype) -> Tensor:
-        bounds = bounds_of(shape, placements, self.mesh)
-        return torch.empty([stop - start for start, stop in bounds], dtype=dtype, device=self.device)
+        return [
+            Move(self.buffers[n], self.parameters.placements(self.plan.optimizer, n), p.shape)
+            for n, p in self.params.items()
+        ]
 
     def examples(self) -> dict[str, Any]:
-        wide, config, device = self._wide, self.config, self.device
-        slots = [
-            self._empty(p.shape, self._placed(self.plan.optimizer, n), wide)
-            for n, p in self.params.items()
-            for _ in self._slot_names
-        ]
+        """Return tensors of the shapes and dtypes that the programs are traced for."""
+        config, device, parameters = self.config, self.device, self.parameters
         tokens = torch.zeros(config.microbatch, config.seq, dtype=torch.int64, device=device)
         rows = torch.zeros(config.microbatch, dtype=torch.int64, device=device)
+
+        def shards(layout: Layout) -> list[Tensor]:
+            return [parameters.empty(name, parameters.placements(layout, name)) for name in self.params]
+
         return {
-            "params": [self._empty(p.shape, self._placed(self.plan.params, n), wide) for n, p in self.params.items()],
-            "slots": slots,
+            "params": shards(self.plan.params),
+            "slots": [shard for shard in shards(self.plan.optimizer) for _ in self._slot_names],
             "batch": Batch(tokens, tokens.clone(), torch.ones_like(tokens, dtype=torch.float32), rows),
-            "inverse": torch.ones((), dtype=wide, device=device),
+            "inverse": torch.ones((), dtype=self.dtype, device=device),
             "key": torch.zeros((), dtype=torch.int64, device=device),
         }
 
@@ -413,51 +422,6 @@ class Step:
             self.programs[name] = trace(name, function, examples, self.mesh)
 
 
-class _Use(torch.autograd.Function):
-    """Move a part's parameters to the compute layout; its backward brings their gradients to the buffers' layout.
-
-    Both directions treat the whole part at once. Gradients leave through ``sink``, because a buffer's shape may differ
-    from the parameter's (zero2), which autograd forbids for a gradient; ``token`` makes autograd come by.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, step: Step, names: tuple[str, ...], sink: dict[str, DTensor], token: Tensor | None, *params: Tensor
-    ) -> tuple[DTensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.step, ctx.names, ctx.sink = step, names, sink
-        target = [step._placed(step.plan.compute, n) for n in names]
-        shapes = [step.params[n].shape for n in names]
-        moves = [Move(step._placed(step.plan.params, n), t, s) for n, t, s in zip(names, target, shapes, strict=True)]
-        dtype = COMPUTE_DTYPES[step.config.precision]
-        moved = redistribute([p.to(dtype) for p in params], moves, step.mesh)
-        ctx.unused = list(zip(target, shapes, strict=True))
-        return tuple(wrap(m.view_as(m), step.mesh, t, s) for m, t, s in zip(moved, target, shapes, strict=True))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: DTensor | None) -> tuple[Any, ...]:  # type: ignore[override]
-        step: Step = ctx.step
-        local, moves = [], []
-        for name, grad, (placements, shape) in zip(ctx.names, grads, ctx.unused, strict=True):
-            if grad is None:  # a parameter that nothing used
-                local.append(step._empty(shape, placements, step._wide).zero_())
-                source = placements
-            else:
-                local.append(grad.to_local().to(step._wide))
-                source = tuple(grad.placements)
-            layout = step._placed(step.plan.grads, name)
-            moves.append(
-                Move(
-                    source, tuple(b if isinstance(b, Shard) else s for s, b in zip(source, layout, strict=True)), shape
-                )
-            )
-        reduced = redistribute(local, moves, step.mesh)
-        for name, move, grad in zip(ctx.names, moves, reduced, strict=True):
-            # buffers are contiguous: the update was traced for that
-            ctx.sink[name] = wrap(grad.contiguous(), step.mesh, move.target, move.shape)
-        return None, None, None, torch.zeros((), device=step.device), *(None for _ in grads)
-
-
 class _LocalLoss(torch.autograd.Function):
     """The local term of a loss that is Partial over the data axes; its gradient starts Replicate."""
 
@@ -469,10 +433,6 @@ class _LocalLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         return wrap(grad, ctx.mesh, tuple(Replicate() for _ in ctx.mesh.axes), ()), None
-
-
-def _from_loss(loss: DTensor, mesh: Mesh) -> Tensor:
-    return _LocalLoss.apply(loss, mesh)  # type: ignore[return-value]
 
 
 def make_step(
@@ -493,32 +453,20 @@ def make_step(
     if config.precision not in COMPUTE_DTYPES:
         raise ValueError(f"--precision {config.precision}: use one of {', '.join(COMPUTE_DTYPES)}.")
     specs = model.specs(model_config)
-    params = parameters(specs)
+    params = model_parameters(specs)
     for param in params.values():
         plan.params.check(param.names)
-    return Step(model, specs, plan, mesh, optimizer, config, rate, torch.device(device), params)
+    placed = Parameters(params, plan, mesh, config.precision, torch.device(device))
+    return Step(model, specs, placed, optimizer, config, rate)
 
 
 def init_state(step: Step) -> State:
     """Draw the initial parameters, each rank its own shards; a value depends on (seed, name, global index) alone."""
-    mesh, params, slots = step.mesh, {}, {}
-    for name, param in step.params.items():
-        placements = step._placed(step.plan.params, name)
-        local = init_param(param, name, step.config.seed, bounds_of(param.shape, placements, mesh), step.device)
-        params[name] = wrap(local.to(step._wide), mesh, placements, param.shape)
-        placements = step._placed(step.plan.optimizer, name)
-        empty = step._empty(param.shape, placements, step._wide)
-        slots[name] = {
-            slot: wrap(value, mesh, placements, param.shape) for slot, value in step.optimizer.init(empty).items()
-        }
+    parameters = step.parameters
+    params = {name: parameters.initial(name, step.config.seed) for name in step.params}
+    slots = {}
+    for name in params:
+        placements = parameters.placements(step.plan.optimizer, name)
+        values = step.optimizer.init(parameters.empty(name, placements))
+        slots[name] = {slot: parameters.wrap(name, value, placements) for slot, value in values.items()}
     return State(0, params, slots)
-
-
-def init_param(
-    param: Param, name: str, seed: int, bounds: Sequence[tuple[int, int]], device: torch.device | str
-) -> Tensor:
-    """Return the initial values, in float64, of the part of a parameter within ``bounds``."""
-    if param.std == 0:
-        return torch.full([b - a for a, b in bounds], param.mean, dtype=torch.float64, device=device)
-    index = random.global_index(param.shape, bounds, device)
-    return random.normal(random.key(seed, name), index) * param.std + param.mean

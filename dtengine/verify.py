@@ -29,8 +29,9 @@ from dtengine.data import IGNORE, Batch, rows_of
 from dtengine.mesh import Mesh, build_mesh
 from dtengine.model import forward, parameters
 from dtengine.ops import Ops
+from dtengine.parameters import init_param
 from dtengine.shard import gather
-from dtengine.step import State, init_param, init_state, make_step
+from dtengine.step import State, init_state, make_step
 from dtengine.torch_private import all_gather_flat, preload
 
 TOLERANCES = {"fp64": 1e-9, "fp32": 2e-4, "bf16": 6e-2}
