@@ -7,6 +7,7 @@ aten calls and functional collectives: nothing of DTensor, autograd or Python is
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -165,9 +166,47 @@ def _is_mutable(node: fx.Node) -> bool:
     return node.op == "call_function" and schema is not None and schema.is_mutable
 
 
-PASSES = (drop_identities, fold_constants, drop_dead)
+def prefetch_gathers(graph: fx.Graph) -> None:
+    """Issue each gather of parameters before the wait for the one ahead of it, so that it runs while a block computes.
+
+    Only gathers that depend on inputs alone move, in their own order, which is the same on all ranks.
+    """
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    known, gathers = set(inputs), []
+    for node in graph.nodes:
+        if node.op == "call_function" and all(n in known for n in node.all_input_nodes):
+            known.add(node)
+            if _is_collective(node) and _OPERATIONS[_name(node)] == "all_gather":
+                gathers.append(node)
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    for this, following in pairwise(gathers):
+        waits = [n for out in this.users for n in (out, *out.users) if n.target is _WAIT]
+        first = min(waits, key=lambda n: place[n])
+        for node in sorted(_ancestors(following), key=lambda n: place[n]):
+            if place[node] > place[first]:
+                first.prepend(node)
+                place[node] = place[first]
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    """Return a node and all it depends on, inputs aside."""
+    found, todo = set(), [node]
+    while todo:
+        one = todo.pop()
+        if one.op != "placeholder" and one not in found:
+            found.add(one)
+            todo += one.all_input_nodes
+    return found
+
+
+PASSES = (drop_identities, fold_constants, drop_dead, prefetch_gathers)
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+def _name(node: fx.Node) -> str:
+    """The operator's own name: "all_reduce_"."""
+    return node.target._schema.name.rpartition("::")[2]  # type: ignore[union-attr]
 
 
 def _is_collective(node: fx.Node) -> bool:
@@ -184,7 +223,7 @@ def _collectives(graph: fx.Graph, mesh: Mesh) -> list[Collective]:
         if node.op != "call_function" or not _is_collective(node):
             continue
         operands = [n.meta["val"] for n in node.all_input_nodes]
-        operator = node.target._schema.name.rpartition("::")[2]
+        operator = _name(node)
         group = next(a for a in reversed(node.args) if isinstance(a, str) and a in axes_of_group)
         size = sum(t.numel() * t.element_size() for t in operands)
         shapes = [f"{tuple(t.shape)}{t.dtype}" for t in operands]
