@@ -14,6 +14,7 @@ from dtengine.model import parameters
 from dtengine.ops import Recorded
 from dtengine.optim import sgd
 from dtengine.parameters import COMPUTE_DTYPES
+from dtengine.screens import bytes_text
 from dtengine.step import make_step
 from dtengine.torch_private import FakeTensorMode, fake_process_group
 
@@ -68,7 +69,7 @@ def _once(items):  # type: ignore[no-untyped-def]
 
 
 def _heading(console: Console, name: str, axes: Axes, shape: Sequence[int], width: int) -> None:
-    size = _bytes(math.prod(shape) * width)
+    size = bytes_text(math.prod(shape) * width)
     console.print(
         f"[cyan]{escape(name)}[/]  {' '.join(axes) or 'scalar'}  {escape(str(list(shape)))}  {size} whole",
         highlight=False,
@@ -89,7 +90,7 @@ def _line(
     names = ", ".join(layout.name for layout in layouts)
     fired = ", ".join(f"{logical}→{mesh_axis}" for mesh_axis, logical in taken.items()) or "whole"
     local = local_bounds(shape, laid, tuple(sizes.values()), (0,) * len(sizes))
-    size = _bytes(math.prod(stop - start for start, stop in local) * width)
+    size = bytes_text(math.prod(stop - start for start, stop in local) * width)
     where = "  ".join(f"{m} {_short(p)}" for m, p in zip(sizes, laid, strict=True))
     console.print(f"  [green]{names}[/]: {fired}  |  {where}  |  {size} a rank", highlight=False)
     skipped: dict[str, list[str]] = {}
@@ -105,11 +106,3 @@ def _line(
 def _short(placement: object) -> str:
     text = str(placement)  # S(0), R, P(sum)
     return text.replace("P(sum)", "Partial").replace("R", "whole").replace("S(", "dim ").replace(")", "")
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} TiB"

@@ -23,24 +23,8 @@ from rich.console import Console
 
 from dtengine import monitor
 from dtengine.layout import Plan, Rule, make_plan
-from dtengine.monitor import (
-    STATUS_FIELDS,
-    TAGS,
-    Events,
-    Progress,
-    Status,
-    batch_text,
-    bytes_text,
-    clean,
-    count_text,
-    end_screen,
-    layout_rows,
-    memory_gb,
-    plan_text,
-    start_screen,
-    utc_now,
-    write_atomically,
-)
+from dtengine.monitor import STATUS_FIELDS, TAGS, Events, Progress, Status, memory_gb, utc_now, write_atomically
+from dtengine.screens import batch_text, bytes_text, clean, count_text, end_screen, layout_rows, plan_text, start_screen
 
 
 class Clock:

@@ -1,0 +1,153 @@
+"""What rank 0 shows and writes of a run."""
+
+import math
+import shlex
+
+import torch
+from rich.console import Console
+
+from dtengine import monitor, ranks, screens
+from dtengine.data import BatchShape, bigram_loss
+from dtengine.job import Job
+from dtengine.layout import Layout, local_bounds
+from dtengine.model import parameters
+from dtengine.step import Step
+
+
+class Watch:
+    """What rank 0 shows and writes of a run: screen, progress, TensorBoard, status."""
+
+    def __init__(
+        self, job: Job, environment: ranks.RankEnvironment, backend: str, device: torch.device, start: int
+    ) -> None:
+        options, setup = job.options, job.setup
+        self.job, self.device, self.console = job, device, Console(highlight=False)
+        self.tokens = job.tokens
+        self.last, self.heldout, self.bigram = (math.nan, math.nan), math.nan, None
+        self.status = monitor.Status(
+            job.folder / "status.json",
+            device,
+            rank=environment.rank,
+            world_size=environment.world_size,
+            backend=backend,
+            run=job.folder.name,
+            mesh=options.mesh.mesh,
+            plan=setup.plan.name,
+            steps=options.optimizer.steps,
+            status="starting",
+            step=start,
+        )
+        self.status.update()
+        self.events = monitor.Events(job.folder / "tensorboard", start if start else None)
+        self.bigram = bigram_loss(job.corpus.train, job.corpus.heldout, setup.model_config.vocab, job.heldout_limit)
+        facts = start_facts(job, environment, backend, device, start)
+        axes = {a for p in parameters(setup.model.specs(setup.model_config)).values() for a in p.names}
+        axes |= {"batch", "seq", "res_seq"}
+        notes = [*setup.warnings, *([f"changed on resume: {job.changed}"] if job.changed else [])]
+        screens.start_screen(self.console, setup.plan, facts, warnings=notes, axes=axes)
+        self.events.text("plan", screens.plan_text(setup.plan, facts, axes=axes))
+        self.progress = monitor.Progress(self.console, options.optimizer.steps, start + 1)
+
+    def traced(self, seconds: float, step: Step) -> None:
+        counts = {axes: ", ".join(f"{n} {name}" for name, n in ops.items()) for axes, ops in step.collectives().items()}
+        self.console.print(
+            f"traced in {seconds:.1f} s; collectives a step: "
+            + ("; ".join(f"{axes}: {text}" for axes, text in counts.items()) or "none"),
+            style="dim",
+        )
+        self.progress.__enter__()
+        self.status.update(status="running")
+
+    def stepped(self, step: int, loss: float, norm: float, lr: float, seconds: float, waited: float) -> None:
+        rate = self.tokens / seconds
+        self.last = (loss, norm)
+        self.progress.update(step, loss, rate)
+        if step % self.job.options.run.log_every == 0:
+            used, _, host = monitor.memory_gb(self.device)
+            self.events.scalars(
+                step,
+                loss=loss,
+                gradient_norm=norm,
+                learning_rate=lr,
+                tokens_per_second=rate,
+                step_seconds=seconds,
+                data_wait_seconds=waited,
+                memory_gb=host if used is None else used,
+            )
+        sequences = self.job.setup.global_batch / seconds
+        self.status.update(
+            status="running", step=step, loss=loss, tokens_per_sec=rate, throughput_samples_per_sec=sequences
+        )
+
+    def evaluated(self, step: int, loss: float) -> None:
+        self.heldout = loss
+        self.progress.heldout(step, loss)
+        self.events.scalars(step, heldout_loss=loss)
+        self.status.update(heldout_loss=loss)
+
+    def saved(self) -> None:
+        self.events.flush()
+        self.status.update(status="running", checkpoint_saved_at=monitor.utc_now())
+
+    def failed(self, error: Exception) -> None:
+        self.progress.__exit__(None, None, None)
+        self.events.close()
+        self.status.update(status="failed", error=f"{type(error).__name__}: {error}")
+
+    def finished(self, text: str | None) -> None:
+        self.progress.__exit__(None, None, None)
+        self.events.close()
+        folder = shlex.quote(str(self.job.folder))
+        steps = self.job.options.optimizer.steps
+        results = [("training loss", f"{self.last[0]:.4f}"), ("held-out loss", f"{self.heldout:.4f} nats per token")]
+        if self.bigram is not None:
+            better = self.bigram - self.heldout
+            results.append(("bigram model", f"{self.bigram:.4f} on the same sequences: {better:+.4f} to it"))
+        options = self.job.options
+        commands = [
+            ("look", f"tensorboard --logdir {folder}/tensorboard"),
+            ("train on", f"python -m dtengine.train --run-dir {folder} --resume --steps {2 * steps}"),
+            ("prove", f"python -m dtengine.verify --mesh {options.mesh.mesh} --plan {options.mesh.plan} "
+                      f"--model {shlex.quote(options.model.model)}"),
+        ]  # fmt: skip
+        screens.end_screen(self.console, results, text, commands)
+        self.status.update(status="finished")
+
+
+def start_facts(
+    job: Job, environment: ranks.RankEnvironment, backend: str, device: torch.device, start: int
+) -> list[tuple[str, str]]:
+    """Return the lines of the start screen beside the layouts."""
+    setup, plan = job.setup, job.setup.plan
+    params = parameters(setup.model.specs(setup.model_config))
+    whole = sum(math.prod(p.shape) for p in params.values())
+    sizes = tuple(plan.sizes.values())
+
+    def held(layout: Layout) -> int:
+        placed = [(p.shape, layout.placements(p.names, plan.sizes)) for p in params.values()]
+        bounds = [local_bounds(shape, placements, sizes, (0,) * len(sizes)) for shape, placements in placed]
+        return sum(math.prod(stop - start for start, stop in one) for one in bounds)
+
+    width = 8 if setup.step.precision == "fp64" else 4
+    slots = len(setup.optimizer(job.options.optimizer).init(torch.zeros(0)))
+    total = width * (held(plan.params) + held(plan.grads) + slots * held(plan.optimizer))
+    shape: BatchShape = setup.batch_shape
+    rate = f"{job.rate.peak:.3g}, {job.rate.warmup} steps warm-up, {job.rate.decay} decay"
+    facts = [
+        ("model", f"{job.options.model.size or job.options.model.model}, {setup.model_config.layers} layers, "
+                  f"embed {setup.model_config.embed}, seq {setup.model_config.seq}, vocab {setup.model_config.vocab}"),
+        ("parameters", f"{screens.count_text(whole)} whole, {screens.count_text(held(plan.params))} a rank; with "
+                       f"gradients and optimizer state {screens.bytes_text(total)} a rank"),
+        ("global batch", screens.batch_text(plan, shape.microbatches, shape.microbatch)),
+        ("tokens", f"{screens.count_text(job.tokens)} a step; {job.corpus.source}"),
+        ("learning rate", rate + (f" ({job.rate_note})" if job.rate_note else "")),
+        ("ranks", f"{environment.world_size} by {environment.launcher}, {backend} on {device.type}, "
+                  f"{torch.get_num_threads()} thread(s) each, {setup.step.precision}"),
+        ("folder", str(job.folder)),
+    ]  # fmt: skip
+    if start:
+        facts.append(("resumed", f"at step {start}"))
+    if plan.num_ranks > 1:
+        one = width * whole * (2 + slots)
+        facts.append(("one device", f"would hold {screens.bytes_text(one)} of state without any of this communication"))
+    return facts
