@@ -11,7 +11,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,8 +28,10 @@ from dtengine.layout import Placements, local_bounds
 from dtengine.mesh import Mesh
 from dtengine.shard import bounds_of
 from dtengine.step import State
+from dtengine.torch_private import all_gather_flat
 
 FORMAT = 1
+_CURE = "Move it away to go on from the one before it, or to start anew."
 MANIFEST = "manifest.json"
 _DTYPES = {"F32": torch.float32, "F64": torch.float64, "BF16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -56,13 +59,13 @@ class Manifest(NamedTuple):
         step: updates done.
         facts: of the run: plan, mesh, consumed sequences, fingerprint of the data, ...
         tensors: {name: Stored}.
-        sizes: {file: bytes}.
+        files: {file: (bytes, CRC-32 of its content)}.
     """
 
     step: int
     facts: dict[str, Any]
     tensors: dict[str, Stored]
-    sizes: dict[str, int]
+    files: dict[str, tuple[int, int]]
 
 
 def save(folder: Path, state: State, mesh: Mesh, facts: Mapping[str, Any]) -> Path:
@@ -95,7 +98,7 @@ def save(folder: Path, state: State, mesh: Mesh, facts: Mapping[str, Any]) -> Pa
     path = staging / _file(rank)
     save_file(owned, path)
     _sync(path)
-    dist.barrier()
+    sums = [checksum(path)] if mesh.num_ranks == 1 else _gather_numbers(checksum(path), mesh)
 
     if rank == 0:
         tensors = {name: _stored(x, mesh) for name, x in named.items()}
@@ -104,7 +107,7 @@ def save(folder: Path, state: State, mesh: Mesh, facts: Mapping[str, Any]) -> Pa
             "format": FORMAT,
             "step": state.step,
             "facts": dict(facts),
-            "files": {f: (staging / f).stat().st_size for f in files},
+            "files": {f: [(staging / f).stat().st_size, sums[int(f[5:10])]] for f in files},
             "tensors": {
                 name: {"dtype": t.dtype, "shape": t.shape, "slices": [{"file": f, "bounds": b} for f, b in t.slices]}
                 for name, t in tensors.items()
@@ -121,22 +124,50 @@ def save(folder: Path, state: State, mesh: Mesh, facts: Mapping[str, Any]) -> Pa
     return target
 
 
-def newest(folder: Path) -> Path | None:
-    """Return the newest complete checkpoint of a run, or None."""
-    found = []
-    if folder.is_dir():
-        for path in folder.iterdir():
-            match = re.fullmatch(r"step-(\d+)", path.name)
-            if match and (path / MANIFEST).is_file():
-                found.append((int(match[1]), path))
-    return max(found)[1] if found else None
+def newest(folder: Path) -> tuple[Path | None, dict[Path, str]]:
+    """Find the newest checkpoint of a run that verifies.
 
-
-def read_manifest(path: Path) -> Manifest:
-    """Read and check the manifest of a checkpoint.
+    Returns:
+        (its folder or None, {newer ones that do not verify: why}).
 
     Raises:
-        ValueError: it is missing or malformed, a file is missing or of another size, or a name leads elsewhere.
+        ValueError: there are checkpoints, and none of them verifies.
+    """
+    steps = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = re.fullmatch(r"step-(\d+)", path.name)
+        if match:
+            steps.append((int(match[1]), path))
+    damaged: dict[Path, str] = {}
+    for _, path in sorted(steps, reverse=True):
+        try:
+            read_manifest(path, contents=True)
+            return path, damaged
+        except ValueError as error:
+            damaged[path] = str(error)
+    if damaged:
+        raise ValueError("\n".join(damaged.values()))
+    return None, {}
+
+
+def checksum(path: Path) -> int:
+    """Return the CRC-32 of a file's content."""
+    value = 0
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 24):
+            value = zlib.crc32(chunk, value)
+    return value
+
+
+def read_manifest(path: Path, *, contents: bool = False) -> Manifest:
+    """Read and check the manifest of a checkpoint.
+
+    Args:
+        path: a folder step-N.
+        contents: read every file as well and compare its checksum.
+
+    Raises:
+        ValueError: it is missing or malformed, a file is missing, of another size or content, or a name leads elsewhere.
     """
     try:
         raw = json.loads((path / MANIFEST).read_text())
@@ -150,21 +181,24 @@ def read_manifest(path: Path) -> Manifest:
             )
             for name, t in raw["tensors"].items()
         }
-        manifest = Manifest(int(raw["step"]), dict(raw["facts"]), tensors, dict(raw["files"]))
+        files = {name: (int(size), int(crc)) for name, (size, crc) in raw["files"].items()}
+        manifest = Manifest(int(raw["step"]), dict(raw["facts"]), tensors, files)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"checkpoint {path}: its manifest cannot be read ({error}). Use another checkpoint."
-        ) from error
+        raise ValueError(f"checkpoint {path}: its manifest cannot be read ({error}). {_CURE}") from error
     problems = []
-    for name in sorted({s.file for t in tensors.values() for s in t.slices} | set(manifest.sizes)):
+    for name in sorted({s.file for t in tensors.values() for s in t.slices} | set(files)):
         if not re.fullmatch(r"rank-\d{5}\.safetensors", name):
             problems.append(f"{name!r} is no name of a file in it")
         elif not (path / name).is_file():
             problems.append(f"{name} is missing")
-        elif (path / name).stat().st_size != manifest.sizes.get(name):
-            problems.append(f"{name} has {(path / name).stat().st_size} bytes, not {manifest.sizes.get(name)}")
+        elif name not in files:
+            problems.append(f"{name} is not among its files")
+        elif (path / name).stat().st_size != files[name][0]:
+            problems.append(f"{name} has {(path / name).stat().st_size} bytes, not {files[name][0]}")
+        elif contents and checksum(path / name) != files[name][1]:
+            problems.append(f"{name} is damaged: its checksum differs")
     if problems:
-        raise ValueError(f"checkpoint {path}: {'; '.join(problems)}. It is incomplete; use another checkpoint.")
+        raise ValueError(f"checkpoint {path}: {'; '.join(problems)}. {_CURE}")
     return manifest
 
 
@@ -181,27 +215,32 @@ def load(path: Path, state: State, mesh: Mesh) -> State:
     """
     manifest = read_manifest(path)
     named = _named(state)
-    differences = [f"{name} is missing" for name in named if name not in manifest.tensors]
-    differences += [f"{name} is not in the model" for name in manifest.tensors if name not in named]
-    for name, x in named.items():
-        stored = manifest.tensors.get(name)
-        if stored is not None and stored.shape != tuple(x.shape):
-            differences.append(f"{name} has shape {list(stored.shape)}, the model {list(x.shape)}")
-        if stored is not None and _DTYPES.get(stored.dtype) != x.dtype:
-            differences.append(f"{name} has dtype {stored.dtype}, the run {_NAMES[x.dtype]}")
-    if differences:
-        raise ValueError(
-            f"checkpoint {path}: does not fit the model: {'; '.join(differences)}. Resume with the options of the run "
-            "that wrote it."
-        )
+    check_fits(path, manifest, {name: (tuple(x.shape), x.dtype) for name, x in named.items()})
     files: dict[str, Any] = {}
     try:
         for name, x in named.items():
             bounds = bounds_of(x.shape, tuple(x.placements), mesh)
             _fill(x.to_local(), bounds, name, manifest.tensors[name], path, files)
     except (SafetensorError, OSError, KeyError, RuntimeError) as error:
-        raise ValueError(f"checkpoint {path}: damaged ({error}). Use another checkpoint.") from error
+        raise ValueError(f"checkpoint {path}: damaged ({error}). {_CURE}") from error
     return State(manifest.step, state.params, state.slots)
+
+
+def check_fits(path: Path, manifest: Manifest, expected: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+    """Raise ValueError, listing every difference, where a checkpoint's names, shapes and dtypes are not as expected."""
+    differences = [f"{name} is missing" for name in expected if name not in manifest.tensors]
+    differences += [f"{name} is not in the model" for name in manifest.tensors if name not in expected]
+    for name, (shape, dtype) in expected.items():
+        stored = manifest.tensors.get(name)
+        if stored is not None and stored.shape != shape:
+            differences.append(f"{name} has shape {list(stored.shape)}, the model {list(shape)}")
+        if stored is not None and _DTYPES.get(stored.dtype) != dtype:
+            differences.append(f"{name} has dtype {stored.dtype}, the run {_NAMES[dtype]}")
+    if differences:
+        raise ValueError(
+            f"checkpoint {path}: does not fit the model: {'; '.join(differences)}. Resume with the options of the run "
+            "that wrote it."
+        )
 
 
 def _fill(
@@ -226,6 +265,18 @@ def _fill(
         raise ValueError(
             f"checkpoint {path}: {name} has {filled} of the {local.numel()} elements that this rank needs."
         )
+
+
+def tensor_names(params: Iterable[str], slots: Iterable[str]) -> dict[str, str]:
+    """Return {name in a checkpoint: name of its parameter} of all parameters and their optimizer slots."""
+    names = {f"params.{name}": name for name in params}
+    return names | {f"slots.{slot}.{name}": name for name in params for slot in slots}
+
+
+def _gather_numbers(number: int, mesh: Mesh) -> list[int]:
+    """Return every rank's number."""
+    mine = torch.tensor([number], dtype=torch.int64, device=mesh.device_mesh.device_type)
+    return all_gather_flat(mine, mesh.num_ranks, mesh.groups[mesh.split_axes()]).tolist()
 
 
 def _named(state: State) -> dict[str, DTensor]:

@@ -6,6 +6,7 @@ can be known on one machine without a rank: a person's mistake is one short mess
 
 import dataclasses
 import json
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from tyro.conf import OmitArgPrefixes, Positional, UseAppendAction  # noqa: F401
 
 from dtengine import optim
 from dtengine.data import BatchShape
-from dtengine.layout import Plan, make_plan
+from dtengine.layout import Plan, head_axis, make_plan
 from dtengine.mesh import parse_mesh
 from dtengine.model import Model, ModelConfig, configure, load_model, parameters
 from dtengine.step import StepConfig
@@ -262,9 +263,15 @@ def resolve(
     global_batch, shape = solve_batch(
         plan.coordinates, batch.global_batch, batch.microbatch, batch.microbatches, defaults.get("global_batch", 32)
     )
-    for name, low in (("steps", 1), ("lr", 0), ("clip", 0), ("warmup", 0), ("weight_decay", 0), ("lr_scale_max", 0)):
-        if not getattr(optimizer, name) >= low:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(optimizer, name)}: must be at least {low}.")
+    bounds = {"steps": (1, math.inf), "lr": (0, math.inf), "warmup": (0, math.inf), "lr_floor": (0, 1)}
+    bounds |= {"weight_decay": (0, math.inf), "momentum": (0, 1), "clip": (0, math.inf), "lr_scale_max": (0, math.inf)}
+    for name, (low, high) in bounds.items():
+        value = getattr(optimizer, name)
+        if not (math.isfinite(value) and low <= value <= high):
+            rule = f"must be at least {low}" if high == math.inf else f"must be from {low} to {high}"
+            raise ValueError(
+                f"--{name.replace('_', '-')} {value}: {rule}{'' if math.isfinite(value) else ', and finite'}."
+            )
     if optimizer.base_batch is not None and optimizer.base_batch < 1:
         raise ValueError(f"--base-batch {optimizer.base_batch}: a number of sequences, at least 1.")
     step = StepConfig(
@@ -290,8 +297,7 @@ def solve_batch(
 ) -> tuple[int, BatchShape]:
     """Solve global batch = coordinates x microbatches x microbatch from whichever are given.
 
-    The global batch may be less than the product: the rest is padding of weight zero, less than one row for each
-    coordinate and pass.
+    The global batch may be less than the product: the rest is padding of weight zero, less than one pass of it.
 
     Returns:
         (global batch, shape of the padded batch).
@@ -314,7 +320,8 @@ def solve_batch(
     if microbatches is None:
         return global_batch, BatchShape(coordinates, -(-global_batch // (coordinates * microbatch)), microbatch)
     fits = -(-global_batch // (coordinates * microbatches))
-    if fits != microbatch:
+    fewest = -(-global_batch // (coordinates * microbatch))
+    if microbatch != fits and microbatches != fewest:
         raise ValueError(
             f"--global-batch {global_batch} --microbatch {microbatch} --microbatches {microbatches}: {coordinates} "
             f"data-parallel coordinates x {microbatches} x {microbatch} = {coordinates * microbatches * microbatch}. The "
@@ -328,8 +335,8 @@ def _wasteful(plan: Plan, config: ModelConfig, global_batch: int, shape: BatchSh
     """Say what is legal but leaves ranks idle."""
     found = []
     tp = plan.sizes.get("tp", 1)
-    split = config.kv_heads if config.kv_heads >= tp else config.q_per_kv
-    name = "kv heads" if config.kv_heads >= tp else "query heads per kv head"
+    by_kv = head_axis(config.kv_heads, config.q_per_kv, tp) == "kv_heads"
+    split, name = (config.kv_heads, "kv heads") if by_kv else (config.q_per_kv, "query heads per kv head")
     idle = tp - -(-split // -(-split // tp))
     if idle > 0:
         found.append(f"{split} {name} over tp={tp}: {idle} of {tp} ranks have no head and idle during attention.")

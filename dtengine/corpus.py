@@ -377,8 +377,9 @@ def _check_vocab(documents: list[_Document], vocab: int | None, byte_level: bool
             if chunk.min() < 0 or largest >= limit:
                 place = int(np.argmax((chunk < 0) | (chunk >= limit)))
                 problems.append(
-                    f"--data {name}: the token at position {start + place} is {chunk[place]}, and the vocabulary is "
-                    f"{vocab or 'not given'}. Ids must be from 0 to {limit - 1}. Use the vocabulary of these tokens."
+                    f"--data {name}: the token at position {start + place} is {chunk[place]}, and "
+                    f"{f'--vocab {vocab}' if vocab else 'no --vocab'} is given. Ids must be from 0 to {limit - 1}. "
+                    f"Use a vocabulary that holds all tokens{', 256 for bytes' if byte_level else ''}."
                 )
                 break
         largest = min(largest, limit - 1)  # so that one file's bad token does not blame the next file

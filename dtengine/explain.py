@@ -30,13 +30,14 @@ def explain(setup: Setup, console: Console) -> None:
     wide = 8 if setup.step.precision == "fp64" else 4
     params = parameters(setup.model.specs(setup.model_config))
     console.print("\n[bold]Parameters[/], in each layout: placement over the mesh axes, bytes per rank (largest)")
-    for name, param in _once(params.items()):
+    for name, param in _once(params.items(), lambda p: (p.axes, p.shape)):
         _heading(console, name, param.names, param.shape, wide)
         alike: dict[tuple, list[Layout]] = {}
         for layout in (plan.params, plan.grads, plan.optimizer, plan.compute):
             alike.setdefault(layout.rules, []).append(layout)
         for layouts in alike.values():
-            _line(console, layouts, param.names, param.shape, sizes, wide)
+            used = COMPUTE_DTYPES[setup.step.precision].itemsize if layouts == [plan.compute] else wide
+            _line(console, layouts, param.names, param.shape, sizes, used)
 
     found: dict[str, Recorded] = {}
 
@@ -58,13 +59,13 @@ def explain(setup: Setup, console: Console) -> None:
         _line(console, [plan.compute], value.axes, value.shape, sizes, width, value.placements)
 
 
-def _once(items):  # type: ignore[no-untyped-def]
+def _once(items, what=lambda value: None):  # type: ignore[no-untyped-def]
     """Yield the first of items that differ in the number of their block only."""
     seen = set()
     for name, value in items:
         general = re.sub(r"^blocks\.\d+", "blocks.*", name)
-        if general not in seen:
-            seen.add(general)
+        if (general, what(value)) not in seen:
+            seen.add((general, what(value)))
             yield general, value
 
 

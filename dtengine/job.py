@@ -4,10 +4,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from dtengine import checkpoint, config, monitor
 from dtengine.config import Setup, TrainOptions
 from dtengine.corpus import Corpus, load_corpus
+from dtengine.model import parameters
 from dtengine.optim import LearningRate, scale_peak
 
 # The default run: what two cores learn in about two minutes.
@@ -26,6 +30,8 @@ class Job:
         rate_note: how the rate was scaled, in words.
         folder: of the run.
         changed: options that differ from the resumed run's, in words.
+        resumed: the checkpoint that it goes on from.
+        damaged: newer checkpoints that do not verify.
     """
 
     options: TrainOptions
@@ -35,6 +41,8 @@ class Job:
     rate_note: str
     folder: Path
     changed: str
+    resumed: Path | None
+    damaged: tuple[Path, ...]
 
     @property
     def heldout_limit(self) -> int:
@@ -66,7 +74,7 @@ def read_options(arguments: Sequence[str]) -> tuple[TrainOptions, str]:
     except (OSError, ValueError) as error:
         raise ValueError(f"--run-dir {options.run.run_dir}: {stored_path} cannot be read: {error}") from error
     options = config.parse(TrainOptions, "train", arguments, default=stored)
-    before, now = asdict(stored), asdict(options)
+    before, now = asdict(stored), asdict(_absolute(options))
     changed = [
         f"--{key.replace('_', '-')} {before[group][key]} to {value}"
         for group in before
@@ -76,14 +84,24 @@ def read_options(arguments: Sequence[str]) -> tuple[TrainOptions, str]:
     return options, ", ".join(changed)
 
 
+def _absolute(options: TrainOptions) -> TrainOptions:
+    """Name files by their full paths: a run may be resumed from another folder."""
+    path, colon, value = options.model.model.rpartition(":") if ":" in options.model.model else ("", "", "")
+    model = replace(options.model, model=f"{Path(path).resolve()}{colon}{value}") if colon else options.model
+    data = replace(options.data, data=tuple(str(Path(one).resolve()) for one in options.data.data))
+    return replace(options, model=model, data=data)
+
+
 def prepare(options: TrainOptions, changed: str, owner: bool) -> Job:
     """Resolve everything that needs no rank, or raise ValueError in one short message."""
     # 1. the model's sizes, for the length of a sequence; 2. the data; 3. all again, with the vocabulary of the data
     first = config.resolve(options.mesh, options.model, options.batch, options.optimizer, **DEFAULTS)
     data = options.data
-    for name in ("eval_every", "eval_sequences"):
-        if getattr(data, name) < (name == "eval_sequences"):
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(data, name)}: too small; use a whole number.")
+    for name, low in (("eval_every", 0), ("eval_sequences", 1)):
+        if getattr(data, name) < low:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(data, name)}: must be at least {low}.")
+    if not 0 < data.heldout_fraction <= 0.5:
+        raise ValueError(f"--heldout-fraction {data.heldout_fraction}: a share above 0, at most 0.5. Use 0.05.")
     corpus = load_corpus(
         data.data, first.model_config.seq, data.heldout_fraction, options.optimizer.seed, options.model.vocab
     )
@@ -95,9 +113,9 @@ def prepare(options: TrainOptions, changed: str, owner: bool) -> Job:
             f"--vocab {setup.model_config.vocab}: the data has token ids up to {corpus.vocab - 1}; the vocabulary must "
             f"hold them all. Use --vocab {corpus.vocab}."
         )
-    for name in ("save_every", "log_every"):
-        if getattr(options.run, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(options.run, name)}: must be at least 1 step.")
+    for name, low in (("save_every", 1), ("log_every", 1), ("sample", 0)):
+        if getattr(options.run, name) < low:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(options.run, name)}: must be at least {low}.")
     o = options.optimizer
     peak, note = scale_peak(o.lr, setup.global_batch, o.base_batch, o.lr_scaling, o.lr_scale_max)
     rate = LearningRate(peak, o.steps, o.warmup, o.lr_decay, o.lr_floor)
@@ -105,22 +123,44 @@ def prepare(options: TrainOptions, changed: str, owner: bool) -> Job:
         folder = config.new_run_dir(options, time.strftime("%Y%m%d-%H%M%S"))
     else:
         folder = Path(options.run.run_dir)
-    if owner:
-        check_folder(folder, options, corpus)
-    return Job(options, setup, corpus, rate, note, folder, changed)
+    job = Job(options, setup, corpus, rate, note, folder, changed, None, ())
+    return find_checkpoint(job) if owner else job
 
 
-def check_folder(folder: Path, options: TrainOptions, corpus: Corpus) -> None:
-    """Refuse a folder that holds something, cannot be written, or whose checkpoint read other data."""
+def find_checkpoint(job: Job) -> Job:
+    """Check the run's folder and find the checkpoint to go on from, or raise ValueError; nothing is changed."""
+    folder = job.folder
+    check_folder(folder, job.options.run.resume)
+    resumed, damaged = checkpoint.newest(folder / "checkpoints")
+    if resumed is None:
+        return job
+    manifest = checkpoint.read_manifest(resumed)
+    order = ("data", "seq", "seed")
+    if [manifest.facts.get(name) for name in order] != [facts(job, 0)[name] for name in order]:
+        raise ValueError(
+            f"--data: not the data that {resumed} was trained on ({job.corpus.source}); sequences would be skipped or "
+            "read twice. Give the same --data, --seq, --seed and --heldout-fraction."
+        )
+    setup = job.setup
+    params = parameters(setup.model.specs(setup.model_config))
+    names = checkpoint.tensor_names(params, setup.optimizer(job.options.optimizer).init(torch.zeros(0)))
+    dtype = torch.float64 if setup.step.precision == "fp64" else torch.float32
+    checkpoint.check_fits(resumed, manifest, {name: (params[of].shape, dtype) for name, of in names.items()})
+    return replace(job, resumed=resumed, damaged=tuple(damaged))
+
+
+def check_folder(folder: Path, resume: bool) -> None:
+    """Refuse a folder that holds something else, or that cannot be written."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--run-dir {folder}: is a file. Name a folder.")
-    if folder.is_dir() and any(folder.iterdir()) and not options.run.resume:
-        kind = "holds a run" if (folder / "config.json").exists() else "is not empty"
-        raise ValueError(
-            f"--run-dir {folder}: {kind}; nothing is overwritten. Continue it with --resume, or name another folder."
-        )
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").exists():
-        raise ValueError(f"--run-dir {folder}: is not empty and holds no run of dtengine. Name another folder.")
+    if folder.is_dir() and any(folder.iterdir()):
+        if not (folder / "config.json").exists():
+            raise ValueError(f"--run-dir {folder}: is not empty and holds no run of dtengine. Name another folder.")
+        if not resume:
+            raise ValueError(
+                f"--run-dir {folder}: holds a run; nothing is overwritten. Continue it with --resume, or name another "
+                "folder."
+            )
     parent = folder
     while not parent.exists():
         parent = parent.parent
@@ -132,29 +172,49 @@ def check_folder(folder: Path, options: TrainOptions, corpus: Corpus) -> None:
         raise ValueError(
             f"--run-dir {folder}: cannot write to {parent} ({error.strerror}). Name another folder."
         ) from None
-    latest = checkpoint.newest(folder / "checkpoints")
-    if latest is not None:
-        known = checkpoint.read_manifest(latest).facts.get("data")
-        if known != corpus.fingerprint:
-            raise ValueError(
-                f"--data: not the data that {latest} was trained on ({corpus.source}); sequences would be skipped or read "
-                "twice. Give the same --data, --seq, --seed and --heldout-fraction."
-            )
+
+
+def consumed(job: Job, step: int) -> int:
+    """Return the number of sequences that the run has read before a step: the whole position in the data.
+
+    A resumed run counts on from its checkpoint, also with another global batch.
+    """
+    if job.resumed is None:
+        return step * job.setup.global_batch
+    manifest = checkpoint.read_manifest(job.resumed)
+    return int(manifest.facts["consumed"]) + (step - manifest.step) * job.setup.global_batch
+
+
+def facts(job: Job, step: int) -> dict[str, Any]:
+    """Return what a checkpoint says of its run beside the tensors."""
+    sequences = consumed(job, step)
+    return {
+        "plan": job.setup.plan.name,
+        "mesh": job.setup.plan.mesh_text(),
+        "consumed": sequences,
+        "tokens": sequences * job.setup.model_config.seq,
+        "learning_rate": job.rate(max(step - 1, 0)),
+        "data": job.corpus.fingerprint,
+        "seq": job.setup.model_config.seq,
+        "seed": job.options.optimizer.seed,
+        "model": asdict(job.setup.model_config),
+        "torch": torch.__version__,
+    }
 
 
 def is_finished(job: Job) -> bool:
     """Say so where the resumed run has nothing left to do."""
-    latest = checkpoint.newest(job.folder / "checkpoints")
-    if latest is None or checkpoint.read_manifest(latest).step < job.options.optimizer.steps:
+    if job.resumed is None or checkpoint.read_manifest(job.resumed).step < job.options.optimizer.steps:
         return False
     print(f"{job.folder}: finished, all {job.options.optimizer.steps} steps are done. Give more --steps to go on.")
     return True
 
 
 def open_folder(job: Job) -> None:
-    """Make the run's folder and write the resolved options."""
+    """Make the run's folder, write the resolved options, move damaged checkpoints out of the way."""
     job.folder.mkdir(parents=True, exist_ok=True)
-    stored = replace(job.options, run=replace(job.options.run, run_dir=str(job.folder), resume=False))
+    stored = _absolute(job.options)
+    stored = replace(stored, run=replace(stored.run, run_dir=str(job.folder), resume=False))
     path = job.folder / "config.json"
     try:
         path.open("x").close()  # of two new runs that start at once, one takes the folder
@@ -162,3 +222,5 @@ def open_folder(job: Job) -> None:
         if not job.options.run.resume:
             raise ValueError(f"--run-dir {job.folder}: another run has just taken it. Name another folder.") from None
     monitor.write_atomically(path, config.to_json(stored))
+    for damaged in job.damaged:
+        damaged.rename(damaged.with_name(f"damaged-{damaged.name}-{time.time_ns()}"))

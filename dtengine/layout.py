@@ -191,6 +191,16 @@ class Plan:
         return ",".join(f"{name}={size}" for name, size in self.mesh)
 
 
+def head_axis(kv_heads: int, q_per_kv: int, tp: int) -> str:
+    """Return the axis of query heads that tp splits; splitting both would misalign the groups.
+
+    kv_heads where there are at least tp of them; else whichever leaves the busiest rank with fewer query heads. With
+    q_per_kv every rank computes all keys and values.
+    """
+    by_kv, by_q = -(-kv_heads // tp) * q_per_kv, kv_heads * -(-q_per_kv // tp)
+    return "kv_heads" if kv_heads >= tp or by_kv <= by_q else "q_per_kv"
+
+
 def make_plan(
     name: str,
     mesh: Mapping[str, int],
@@ -204,8 +214,7 @@ def make_plan(
     Args:
         name: a row of PLANS.
         mesh: size of each mesh axis (see ``dtengine.mesh.parse_mesh``).
-        axis_sizes: sizes of the model's kv_heads and q_per_kv: tp takes kv_heads where there are at least tp of
-            them, else q_per_kv with keys and values replicated. Splitting both would misalign the groups.
+        axis_sizes: sizes of the model's kv_heads and q_per_kv, for ``head_axis``.
         sequence_parallel: split the residual stream's sequence over tp.
         whole_axes: further logical axes of a person's own model; they are never split.
 
@@ -215,7 +224,7 @@ def make_plan(
     if name not in PLANS:
         raise ValueError(f"--plan {name}: no such plan. A plan is one of {', '.join(PLANS)}.")
     tp = mesh.get("tp", 1)
-    heads = "kv_heads" if axis_sizes.get("kv_heads", tp) >= tp else "q_per_kv"
+    heads = head_axis(axis_sizes.get("kv_heads", tp), axis_sizes.get("q_per_kv", 1), tp)
     tensor = (Rule(heads, "tp"), Rule("mlp", "tp"), Rule("vocab", "tp"))
     params, grads, optimizer = (tensor + (_DP if split else ()) for split in PLANS[name])
     compute = (Rule("batch", "rep"), Rule("batch", "dp"), *tensor)

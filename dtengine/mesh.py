@@ -12,7 +12,7 @@ from dtengine.layout import MESH_AXES
 from dtengine.torch_private import flat_group
 
 _POSITIONAL = {1: ("dp",), 2: ("dp", "tp"), 3: ("pp", "dp", "tp")}
-_NOT_YET = {"pp": "pipelines", "cp": "context parallelism", "ep": "expert parallelism"}
+_NOT_YET = {"pp": "pipelines are", "cp": "context parallelism is", "ep": "expert parallelism is"}
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -42,6 +42,8 @@ def parse_mesh(text: str) -> dict[str, int]:
         raise ValueError(f"--mesh {text}: axis {', '.join(repeated)} is given twice. Name each axis once.")
     mesh = {}
     for name, size in pairs:
+        if len(size.strip()) > 9:
+            raise ValueError(f"--mesh {text[:40]}...: {size.strip()[:9]}... for {name.strip()} is too large. {form}.")
         if not size.strip().isascii() or not size.strip().isdigit() or int(size) < 1:
             raise ValueError(
                 f"--mesh {text}: {size.strip() or 'an empty size'!s} for {name.strip()} is no whole number of at least "
@@ -50,7 +52,7 @@ def parse_mesh(text: str) -> dict[str, int]:
         mesh[name.strip()] = int(size)
     for name, what in _NOT_YET.items():
         if mesh.get(name, 1) > 1:
-            raise ValueError(f"--mesh {text}: {name}={mesh[name]}, but {what} are not there yet. Use rep, dp and tp.")
+            raise ValueError(f"--mesh {text}: {name}={mesh[name]}, but {what} not there yet. Use rep, dp and tp.")
     return {name: mesh[name] for name in MESH_AXES if name in mesh}
 
 

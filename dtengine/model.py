@@ -143,10 +143,13 @@ def configure(model: Model, name: str, size: str | None = None, **given: Any) ->
     values |= chosen
     if "heads" in chosen and "kv_heads" not in chosen:
         values["kv_heads"] = chosen["heads"]
-    values.setdefault("heads", 4)
+    values.setdefault("heads", ModelConfig.heads)
     values.setdefault("kv_heads", values["heads"])
-    config = ModelConfig(**{k: v for k, v in values.items() if k in {f.name for f in fields(ModelConfig)}})
-    wrong = [f"--{k.replace('_', '-')} {getattr(config, k)}" for k in _COUNTS if getattr(config, k) < 1]
+    unknown = sorted(set(values) - {f.name for f in fields(ModelConfig)})
+    if unknown:
+        raise ValueError(f"--model {name}: its sizes name {', '.join(unknown)}, which ModelConfig does not have.")
+    config = ModelConfig(**values)
+    wrong = [f"--{k.replace('_', '-')} {values[k]}" for k in _COUNTS if k in values and values[k] < 1]
     if wrong:
         raise ValueError(f"{', '.join(wrong)}: sizes are whole numbers of at least 1.")
     if config.heads % config.kv_heads:

@@ -1,7 +1,8 @@
 """Optimizers as (init, update) pairs on lists of local tensors, and learning rates as functions of the step.
 
 Optimizer state is fp32 (or fp64 where parameters are) and lies as the optimizer layout says; an update is elementwise,
-so it needs no communication and gives the same values on every mesh.
+so it needs no communication. sgd gives the same bits on every mesh; torch's fused AdamW may differ in the last bit with
+where a shard is cut.
 """
 
 import math

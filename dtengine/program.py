@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from dtengine.mesh import Mesh
-from dtengine.torch_private import FakeTensorMode, all_gather_flat, make_fx
+from dtengine.torch_private import COLLECTIVES, WAIT, FakeTensorMode, all_gather_flat, make_fx, schema_of
 
 Function = Callable[..., list[Tensor]]
 
@@ -113,7 +113,7 @@ def drop_dead(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.users or node.op in ("placeholder", "output"):
             continue
-        if _is_mutable(node) and not (_is_collective(node) or node.target is _WAIT):
+        if _is_mutable(node) and not (_is_collective(node) or node.target is WAIT):
             continue
         graph.erase_node(node)
 
@@ -129,7 +129,7 @@ def fold_constants(graph: fx.Graph) -> None:
     fresh = _feeds_a_change(graph)
     with torch.no_grad():
         for node in list(graph.nodes):
-            if node.op != "call_function" or node in fresh or _is_collective(node) or node.target is _WAIT:
+            if node.op != "call_function" or node in fresh or _is_collective(node) or node.target is WAIT:
                 continue
             if _is_mutable(node) or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
                 continue
@@ -157,12 +157,12 @@ def _feeds_a_change(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _is_view(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node)
     return schema is None or any(r.alias_info is not None for r in schema.returns)
 
 
 def _is_mutable(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node)
     return node.op == "call_function" and schema is not None and schema.is_mutable
 
 
@@ -180,7 +180,7 @@ def prefetch_gathers(graph: fx.Graph) -> None:
                 gathers.append(node)
     place = {node: i for i, node in enumerate(graph.nodes)}
     for this, following in pairwise(gathers):
-        waits = [n for out in this.users for n in (out, *out.users) if n.target is _WAIT]
+        waits = [n for out in this.users for n in (out, *out.users) if n.target is WAIT]
         first = min(waits, key=lambda n: place[n])
         for node in sorted(_ancestors(following), key=lambda n: place[n]):
             if place[node] > place[first]:
@@ -201,16 +201,16 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
 
 PASSES = (drop_identities, fold_constants, drop_dead, prefetch_gathers)
 
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
-
 
 def _name(node: fx.Node) -> str:
     """The operator's own name: "all_reduce_"."""
-    return node.target._schema.name.rpartition("::")[2]  # type: ignore[union-attr]
+    schema = schema_of(node)
+    assert schema is not None
+    return schema.name.rpartition("::")[2]
 
 
 def _is_collective(node: fx.Node) -> bool:
-    return getattr(node.target, "namespace", "") == "_c10d_functional" and node.target is not _WAIT
+    return getattr(node.target, "namespace", "") == COLLECTIVES and node.target is not WAIT
 
 
 # --- collectives ------------------------------------------------------------------------------------------------

@@ -6,14 +6,16 @@ from multiprocessing.process import BaseProcess
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode  # traces without data; public: none yet
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.proxy_tensor import make_fx  # joint forward and backward graph; public: torch.export, later
 
 __all__ = [
+    "COLLECTIVES",
     "FakeTensorMode",
+    "WAIT",
     "agent_processes",
     "add_",
     "all_gather_coalesced",
@@ -27,11 +29,20 @@ __all__ = [
     "preload",
     "reduce_scatter",
     "scale",
+    "schema_of",
 ]
+
+
+def schema_of(node: fx.Node) -> torch.FunctionSchema | None:
+    """Return the schema of the operator that a graph node calls; public: none yet."""
+    return getattr(node.target, "_schema", None)
+
 
 # The functional collectives as operators: the public wrappers in torch.distributed._functional_collectives return
 # AsyncCollectiveTensor, a subclass that costs a dispatch for each use and would have to be unwrapped in a trace.
 _collectives = torch.ops._c10d_functional
+COLLECTIVES = "_c10d_functional"  # their namespace
+WAIT = _collectives.wait_tensor.default
 
 
 def preload() -> None:

@@ -8,10 +8,9 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,7 @@ from dtengine import checkpoint, config, launch, monitor, random, ranks
 from dtengine.config import TrainOptions, fail
 from dtengine.data import Loader, heldout_batches, pin, token_checksum, train_batches
 from dtengine.explain import explain
-from dtengine.job import Job, is_finished, open_folder, prepare, read_options
+from dtengine.job import Job, consumed, facts, is_finished, open_folder, prepare, read_options
 from dtengine.layout import Plan
 from dtengine.logs import start_logging
 from dtengine.mesh import Mesh, build_mesh, check_world, num_ranks, parse_mesh
@@ -29,6 +28,9 @@ from dtengine.sample import sample_text
 from dtengine.step import Metrics, State, Step, init_state, make_step
 from dtengine.torch_private import all_gather_flat, preload
 from dtengine.watch import Watch
+
+MOST_RANKS_A_CORE = 32  # each takes some 300 MB; more is a slip of the pen
+
 
 # --- before any rank starts -------------------------------------------------------------------------------------
 
@@ -41,6 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sizes = parse_mesh(options.mesh.mesh)
         if environment is not None:
             check_world(options.mesh.mesh, sizes, environment.world_size, environment.launcher)
+        elif num_ranks(sizes) > MOST_RANKS_A_CORE * ranks.usable_cores():
+            raise ValueError(
+                f"--mesh {options.mesh.mesh}: {num_ranks(sizes)} ranks, but this machine has {ranks.usable_cores()} usable "
+                f"cores; at most {MOST_RANKS_A_CORE} ranks a core start here. Use a smaller mesh, or torchrun on more "
+                "machines."
+            )
         local_ranks = num_ranks(sizes) if environment is None else environment.local_world_size
         backend = ranks.choose_backend(None if options.mesh.backend == "auto" else options.mesh.backend, local_ranks)
         owner = environment is None or environment.rank == 0  # the one process that looks after the folder
@@ -55,13 +63,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         fail(str(error))
     if environment is not None:
-        run_rank(job, backend)
+        try:
+            run_rank(job, backend)
+        except ValueError as error:
+            fail(str(error))
         return 0
     preload()
     try:
         launch.start_ranks(run_rank, (job, backend), num_ranks(sizes), log_dir=job.folder / "logs")
     except launch.RunInterrupted as stop:
         mark_failed(job.folder, f"interrupted by {stop.signal.name}")
+        print(
+            f"dtengine: stopped by {stop.signal.name}; continue with --run-dir {job.folder} --resume", file=sys.stderr
+        )
         return stop.exit_code
     except launch.RankFailed as failure:
         return report_failure(failure, job.folder)
@@ -107,15 +121,15 @@ def run_rank(job: Job, backend: str) -> None:
     agreed = f"--mesh {options.mesh.mesh} --plan {setup.plan.name}, options {digest(options)}"
     with ranks.process_group(environment, backend, options.run.start_timeout, agreed=agreed) as device:
         if environment.launcher != "dtengine":  # each rank was started by itself: the first one says where the run is
-            job = replace(job, folder=Path(broadcast_text(str(job.folder), device)))
+            folder, _, resumed = broadcast_text(f"{job.folder}\n{job.resumed or ''}", device).partition("\n")
+            job = replace(job, folder=Path(folder), resumed=Path(resumed) if resumed else None)
             start_logging(environment.rank, job.folder / "logs")
         mesh = build_mesh(setup.plan.sizes, device)
         optimizer = setup.optimizer(options.optimizer)
         step = make_step(setup.model, setup.model_config, setup.plan, mesh, optimizer, setup.step, job.rate, device)
         state, start = init_state(step), 0
-        latest = checkpoint.newest(job.folder / "checkpoints")
-        if latest is not None:
-            state = checkpoint.load(latest, state, mesh)
+        if job.resumed is not None:
+            state = checkpoint.load(job.resumed, state, mesh)
             start = state.step
         watch = Watch(job, environment, backend, device, start) if environment.rank == 0 else None
         try:
@@ -142,9 +156,11 @@ def steps(job: Job, step: Step, state: State, mesh: Mesh, device: torch.device, 
     coordinate = mesh.data_coordinate(setup.plan.data_axes)
     count = float(job.tokens)
 
+    base = consumed(job, start)
+
     def read(number: int) -> list:
-        consumed = number * setup.global_batch
-        batches = train_batches(corpus.train, options.optimizer.seed, consumed, setup.global_batch, shape, coordinate)
+        position = base + (number - start) * setup.global_batch
+        batches = train_batches(corpus.train, options.optimizer.seed, position, setup.global_batch, shape, coordinate)
         return [pin(batch, device) for batch in batches]
 
     began = time.perf_counter()
@@ -182,20 +198,6 @@ def evaluate(job: Job, step: Step, state: State, coordinate: int, device: torch.
     """Return the loss on the held-out sequences, in nats per token."""
     batches = heldout_batches(job.corpus.heldout, job.heldout_limit, job.setup.batch_shape, coordinate)
     return step.evaluate(state.params, [pin(batch, device) for batch in batches])[0]
-
-
-def facts(job: Job, step: int) -> dict[str, Any]:
-    """Return what a checkpoint says of its run beside the tensors."""
-    return {
-        "plan": job.setup.plan.name,
-        "mesh": job.setup.plan.mesh_text(),
-        "consumed": step * job.setup.global_batch,
-        "tokens": step * job.tokens,
-        "learning_rate": job.rate(step - 1),
-        "data": job.corpus.fingerprint,
-        "model": asdict(job.setup.model_config),
-        "torch": torch.__version__,
-    }
 
 
 def stop_if_not_finite(metrics: Metrics, number: int, mesh: Mesh, plan: Plan) -> tuple[float, float]:

@@ -8,11 +8,12 @@ random tokens. Exit code 1 where they differ by more than the tolerance.
 """
 
 import json
+import math
 import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -247,8 +248,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(VerifyOptions, "verify", arguments)
     command = shlex.join(["python", "-m", "dtengine.verify", *(a for a in arguments if a != "--json")])
     try:
-        options = replace(options, optimizer=replace(options.optimizer, optimizer="sgd"))
+        note_unused(options)
         setup = resolve(options.mesh, options.model, options.batch, options.optimizer, global_batch=7, **DEFAULTS)
+        tolerance = options.check.tolerance
+        if tolerance is not None and not (math.isfinite(tolerance) and tolerance >= 0):
+            raise ValueError(f"--tolerance {tolerance}: must be a number of at least 0.")
         if not 0 <= options.check.ignore_fraction <= 1:
             raise ValueError(f"--ignore-fraction {options.check.ignore_fraction}: a share, from 0 to 1.")
         environment = ranks.launcher_environment()
@@ -267,7 +271,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except launch.RunInterrupted as stop:
         return stop.exit_code
     except launch.RankFailed as failure:
-        print(failure.traceback, file=sys.stderr)
+        if failure.user_error is None:
+            print(failure.traceback, file=sys.stderr)
         fail(str(failure), failure.exit_code)
     except ValueError as error:
         fail(str(error))
@@ -276,6 +281,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         _print(report, setup, options)
     return 0 if report.ok else 1
+
+
+def note_unused(options: VerifyOptions) -> None:
+    """Say which options change nothing here."""
+    unused, usual = [], VerifyOptions()
+    for name in ("optimizer", "warmup", "lr_decay", "lr_floor", "base_batch"):
+        value = getattr(options.optimizer, name)
+        if value != getattr(usual.optimizer, name):
+            unused.append(f"--{name.replace('_', '-')} {value}")
+    if options.mesh.backend != usual.mesh.backend:
+        unused.append(f"--backend {options.mesh.backend}")
+    if unused:
+        print(
+            f"dtengine: {', '.join(unused)}: not used; verify trains with SGD at a constant rate, on gloo.",
+            file=sys.stderr,
+        )
 
 
 def _print(report: Report, setup: Setup, options: VerifyOptions) -> None:

@@ -43,12 +43,14 @@ class Watch:
         facts = start_facts(job, environment, backend, device, start)
         axes = {a for p in parameters(setup.model.specs(setup.model_config)).values() for a in p.names}
         axes |= {"batch", "seq", "res_seq"}
-        notes = [*setup.warnings, *([f"changed on resume: {job.changed}"] if job.changed else [])]
+        notes = [f"{path.name} does not verify and was moved away" for path in job.damaged]
+        notes += [*setup.warnings, *([f"changed on resume: {job.changed}"] if job.changed else [])]
         screens.start_screen(self.console, setup.plan, facts, warnings=notes, axes=axes)
         self.events.text("plan", screens.plan_text(setup.plan, facts, axes=axes))
         self.progress = monitor.Progress(self.console, options.optimizer.steps, start + 1)
 
     def traced(self, seconds: float, step: Step) -> None:
+        """Say what the trace cost and what a step communicates; the run begins."""
         counts = {axes: ", ".join(f"{n} {name}" for name, n in ops.items()) for axes, ops in step.collectives().items()}
         self.console.print(
             f"traced in {seconds:.1f} s; collectives a step: "
@@ -59,6 +61,7 @@ class Watch:
         self.status.update(status="running")
 
     def stepped(self, step: int, loss: float, norm: float, lr: float, seconds: float, waited: float) -> None:
+        """Show and write one step (numbered from 1): nats per token, seconds of the step and of waiting for data in it."""
         rate = self.tokens / seconds
         self.last = (loss, norm)
         self.progress.update(step, loss, rate)
@@ -80,21 +83,25 @@ class Watch:
         )
 
     def evaluated(self, step: int, loss: float) -> None:
+        """Show and write a held-out loss."""
         self.heldout = loss
         self.progress.heldout(step, loss)
         self.events.scalars(step, heldout_loss=loss)
         self.status.update(heldout_loss=loss)
 
     def saved(self) -> None:
+        """Note that a checkpoint is published."""
         self.events.flush()
         self.status.update(status="running", checkpoint_saved_at=monitor.utc_now())
 
     def failed(self, error: Exception) -> None:
+        """Close everything; the launcher prints the error."""
         self.progress.__exit__(None, None, None)
         self.events.close()
         self.status.update(status="failed", error=f"{type(error).__name__}: {error}")
 
     def finished(self, text: str | None) -> None:
+        """Close everything and print the end screen, with sampled text where there is some."""
         self.progress.__exit__(None, None, None)
         self.events.close()
         folder = shlex.quote(str(self.job.folder))

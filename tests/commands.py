@@ -1,10 +1,9 @@
 """Run dtengine's commands as a person does: another process, with a time limit, and nothing left over.
 
-    done = run("dtengine.train", "--mesh 2x2 --steps 6", cwd=tmp_path)       # python -m dtengine.train ...
+    done = run("dtengine.train", "--mesh 2x2 --steps 6", cwd=tmp_path)  # python -m dtengine.train ...
     assert (done.code, done.err) == (0, "")
 
-    with WarmCommands() as warm:                                             # many short commands, torch imported once
-        done = warm.run("dtengine.train", "--mesh 2x", cwd=tmp_path)
+``WarmCommands`` does the same for many short commands, and imports torch once.
 """
 
 from __future__ import annotations
@@ -19,8 +18,10 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, Self
 
 MARK = "DTENGINE_TEST_MARK"
@@ -29,7 +30,10 @@ LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "FORCE_COLO
 
 
 class Done(NamedTuple):
-    """How a command ended: exit code (-N for signal N), what it wrote, and the seconds it took."""
+    """How a command ended: exit code (-N for signal N), what it wrote, and the seconds it took.
+
+    From ``WarmCommands`` the seconds are of CPU time: a busy machine does not make a command slow.
+    """
 
     code: int
     out: str
@@ -37,7 +41,7 @@ class Done(NamedTuple):
     seconds: float
 
 
-def environment(**extra: str) -> dict[str, str]:
+def environment(extra: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
     """Return this process's environment without what a launcher or a terminal set in it."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(SCRUBBED) and k not in LAUNCHERS}
     return {**kept, **extra}
@@ -66,13 +70,13 @@ class Command:
         arguments: str | Sequence[str],
         cwd: Path,
         launcher: Sequence[str] = (),
-        **environ: str,
+        environ: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.mark, self.began = uuid.uuid4().hex, time.monotonic()
         self.process = subprocess.Popen(
             [sys.executable, *launcher, "-m", module, *words(arguments)],
             cwd=cwd,
-            env=environment(**{MARK: self.mark}, **environ),
+            env=environment({MARK: self.mark, **environ}),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -99,7 +103,7 @@ class Command:
                 continue
         return found
 
-    def until(self, ready: Callable[[], object], what: str, timeout: float = 60) -> None:
+    def until(self, ready: Callable[[], object], what: str, timeout: float = 150) -> None:
         """Wait until ``ready()`` is true; fail where the command ends before that."""
         deadline = time.monotonic() + timeout
         while not ready():
@@ -109,7 +113,7 @@ class Command:
                 raise AssertionError(f"no {what}: {done}")
             time.sleep(0.02)
 
-    def end(self, timeout: float = 60) -> Done:
+    def end(self, timeout: float = 150) -> Done:
         """Wait for the end, and assert that no process is left 10 s after it."""
         left: list[int] = []
         try:
@@ -131,10 +135,8 @@ class Command:
 
 
 def kill(pid: int) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def run(
@@ -142,11 +144,11 @@ def run(
     arguments: str | Sequence[str],
     cwd: Path,
     launcher: Sequence[str] = (),
-    timeout: float = 90,
-    **environ: str,
+    environ: Mapping[str, str] = MappingProxyType({}),
+    timeout: float = 200,
 ) -> Done:
     """Start a command as ``Command`` does and wait for its end."""
-    with Command(module, arguments, cwd, launcher, **environ) as command:
+    with Command(module, arguments, cwd, launcher, environ) as command:
         return command.end(timeout)
 
 
@@ -173,7 +175,7 @@ class WarmCommands:
         self.process.wait(20)
         self.process.stdout.close()
 
-    def run(self, module: str, arguments: str | Sequence[str], cwd: Path, timeout: float = 20) -> Done:
+    def run(self, module: str, arguments: str | Sequence[str], cwd: Path, timeout: float = 120) -> Done:
         """Run a command; one that does not end in time is killed with all it started, and that is an AssertionError."""
         assert self.process.stdin is not None and self.process.stdout is not None
         print(json.dumps([module, words(arguments), str(cwd), timeout]), file=self.process.stdin, flush=True)
@@ -200,13 +202,14 @@ def serve() -> None:
                 late = True
                 os.killpg(pid, signal.SIGKILL)
             time.sleep(0.005)
-        status = os.waitpid(pid, 0)[1]
+        _, status, used = os.wait4(pid, 0)
+        seconds = used.ru_utime + used.ru_stime
         texts = []
         for file in files:
             os.lseek(file, 0, os.SEEK_SET)
             with open(file, encoding="utf-8", errors="replace") as stream:
                 texts.append(stream.read())
-        print(json.dumps([os.waitstatus_to_exitcode(status), *texts, time.monotonic() - began, late]), flush=True)
+        print(json.dumps([os.waitstatus_to_exitcode(status), *texts, seconds, late]), flush=True)
 
 
 def _become(module: str, arguments: list[str], cwd: str, files: list[int]) -> None:

@@ -1,7 +1,7 @@
 """What all tests share: Hypothesis profiles, the pool of ranks, and counts shown at the end of a run.
 
-    pytest                  # CI=1: the same examples every time
-    pytest --examples 1000  # more of them: the number of examples of a property test that names none
+pytest                  # CI=1: the same examples every time
+pytest --examples 1000  # more of them: the number of examples of a property test that names none
 """
 
 import os

@@ -6,15 +6,20 @@
     assert pool.run(4, sums, 2.0) == [12.0] * 4
 
 A forkserver imports torch and dtengine once and never computes, so the ranks that are forked from it start in
-milliseconds and inherit no OpenMP thread. Ranks talk to the test by pipes, and die with it on every path: the kernel
-kills a rank when the forkserver ends, and the forkserver ends when the test process does.
+milliseconds and inherit no OpenMP thread. Ranks talk to the test by pipes, and die with it on every path: a thread of
+each waits for the end of the test process, and the kernel kills a rank when the forkserver ends.
 """
 
+# pyright: reportPrivateImportUsage=false
+# (torch.distributed does not re-export its documented stores the way that pyright asks for)
+
+import gc
 import multiprocessing
 import os
 import pickle
 import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -32,6 +37,7 @@ from dtengine.ranks import LOOPBACK, listen, lost_peer
 # Imported once, by the forkserver: what a rank, its first trace and the test files need.
 PRELOAD = ["torch._dynamo", "dtengine.verify", "dtengine.models.gpt", "dtengine.models.llama", "pytest", "hypothesis"]
 START_S = 120.0  # for all ranks to be there, on a busy machine
+FRESH_AFTER = 50  # cases: torch's caches keep some meshes, and with them groups, threads and descriptors (10 a case)
 GRACE_S = 15.0  # for the other ranks to answer once one has failed: they see its connections close
 
 
@@ -40,7 +46,7 @@ class RankError(AssertionError):
 
     Attributes:
         rank: the rank that failed first; -1 where none is to blame.
-        error: {rank: "Type: message"} of every rank that raised.
+        errors: {rank: "Type: message"} of every rank that raised.
     """
 
     def __init__(self, message: str, rank: int = -1, errors: dict[int, str] | None = None) -> None:
@@ -57,7 +63,7 @@ class Pool:
 
     def __init__(self, size: int = 8) -> None:
         self.size = size
-        self.starts = 0  # how often processes were started: more than once where a case hung or a rank died
+        self.starts = 0  # how often processes were started: at first, every FRESH_AFTER cases, after a hang or a death
         self.cases = 0
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
@@ -88,6 +94,8 @@ class Pool:
         # 1. Send. 2. Collect answers until all came, time is over or a process died. 3. Replace hung ranks. 4. Judge.
         if not 1 <= num_ranks <= self.size:
             raise ValueError(f"num_ranks {num_ranks}: the pool has {self.size} ranks. Use 1 to {self.size}.")
+        if self.cases % FRESH_AFTER == 0:
+            self.close()
         if not self._processes:
             self._start()
         self.cases += 1
@@ -104,7 +112,7 @@ class Pool:
                 for pipe in wait(list(waiting), left):
                     rank = waiting[pipe]  # type: ignore[index]
                     try:
-                        answers[rank] = pipes[rank].recv()
+                        answers[rank] = pickle.loads(pipes[rank].recv_bytes())
                     except (EOFError, ConnectionResetError):
                         died.append(rank)
                     if rank in died or not answers[rank][0]:
@@ -158,18 +166,20 @@ class Pool:
 
 
 def _raise(
-    function: Callable[..., Any], failed: dict[int, tuple[str, str, bool]], died: list[str], hung: list[int], limit: float
+    function: Callable[..., Any],
+    failed: dict[int, tuple[str, str, bool]],
+    died: list[str],
+    hung: list[int],
+    limit: float,
 ) -> list[Any]:
     """Raise RankError for what went wrong; a rank that only lost a peer is a consequence."""
     errors = {r: error for r, (error, _, _) in failed.items()}
-    causes = [r for r in failed if not failed[r][2]] or list(failed)
-    parts = [f"{function.__name__}: "]
-    if causes:
-        parts.append(f"rank {causes[0]} raised {errors[causes[0]]}; ")
-    parts += [f"died: {', '.join(died)}; "] if died else []
-    parts += [f"no answer within {limit:g} s (or {GRACE_S:g} s after a failure) from ranks {hung}; "] if hung else []
+    causes = [r for r in failed if not failed[r][2]] or ([] if died else list(failed))
+    parts = [f"rank {causes[0]} raised {errors[causes[0]]}"] if causes else []
+    parts += [f"died: {', '.join(died)}"] if died else []
+    parts += [f"no answer within {limit:g} s (or {GRACE_S:g} s after a failure) from ranks {hung}"] if hung else []
     others = {r: e for r, e in errors.items() if r not in causes[:1]}
-    text = "".join(parts).rstrip("; ") + "".join(f"\n  rank {r}: {e}" for r, e in others.items())
+    text = f"{function.__name__}: {'; '.join(parts)}" + "".join(f"\n  rank {r}: {e}" for r, e in others.items())
     if causes:
         text += f"\n\n--- rank {causes[0]} ---\n{failed[causes[0]][1]}"
     raise RankError(text, causes[0] if causes else -1, errors)
@@ -178,12 +188,22 @@ def _raise(
 # --- in a rank's process ----------------------------------------------------------------------------------------------
 
 
+def _die_with_test() -> None:
+    """Wait for the end of the test process; the forkserver lives as long as its ranks, and would keep them."""
+    test = multiprocessing.parent_process()
+    assert test is not None
+    wait([test.sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _rank_main(rank: int, pipe: Connection) -> None:
     die_with_parent(os.getppid())
+    threading.Thread(target=_die_with_test, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the test process's, which kills its ranks
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported is never garbage: a collection then takes milliseconds
     descriptor, port = listen(0) if rank == 0 else (None, 0)
     if rank:
         port = pipe.recv()
@@ -205,9 +225,11 @@ def _rank_main(rank: int, pipe: Connection) -> None:
             text = f"{type(error).__name__}: {error}"
             answer = (False, (text, "".join(traceback.format_exception(error)), lost_peer(error)))
         try:
-            pipe.send(answer)
-        except Exception as error:  # what cannot be pickled
-            pipe.send((False, (f"{type(error).__name__}: {error}", "the answer cannot be sent", False)))
+            data = pickle.dumps(answer)  # not pipe.send: torch would share the memory of tensors instead of copying it
+        except Exception as error:
+            text = f"the answer cannot be pickled: {type(error).__name__}: {error}"
+            data = pickle.dumps((False, (text, text, False)))
+        pipe.send_bytes(data)
 
 
 def _case(rank: int, num_ranks: int, store: dist.Store, work: bytes, timeout_s: float) -> Any:
@@ -222,3 +244,4 @@ def _case(rank: int, num_ranks: int, store: dist.Store, work: bytes, timeout_s: 
             return function(rank, *args, **kwargs)
         finally:
             dist.destroy_process_group()
+            gc.collect()  # steps and their graphs are cycles, which hold groups

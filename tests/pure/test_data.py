@@ -457,14 +457,14 @@ def test_a_file_that_is_read_twice_is_refused(tmp_path):
 def test_ids_outside_the_vocabulary_are_named_in_every_file(tmp_path):
     paths = [write_bin(tmp_path / f"{n}.bin", [*range(60), 67 + n, 99]) for n in (0, 1)]
     np.save(tmp_path / "n.npy", np.array([5, -3, 4]))
-    ends = ["Ids must be from 0 to 66. Use the vocabulary of these tokens."] * 3
+    ends = ["Ids must be from 0 to 66. Use a vocabulary that holds all tokens."] * 3
     facts = [f"{paths[0]}: the token at position 60 is 67", f"{paths[1]}: the token at position 60 is 68"]
     facts += [f"{tmp_path / 'n.npy'}: the token at position 1 is -3"]
-    expected = [f"--data {fact}, and the vocabulary is 67. {end}" for fact, end in zip(facts, ends, strict=True)]
+    expected = [f"--data {fact}, and --vocab 67 is given. {end}" for fact, end in zip(facts, ends, strict=True)]
     assert refused([*paths, str(tmp_path / "n.npy")], vocab=67).splitlines() == expected
-    assert "is -3, and the vocabulary is not given. Ids must be from 0 to" in refused([str(tmp_path / "n.npy")])
+    assert "is -3, and no --vocab is given. Ids must be from 0 to" in refused([str(tmp_path / "n.npy")])
     (tmp_path / "t.txt").write_text("abcz" * 30)
-    assert "position 3 is 122, and the vocabulary is 120" in refused([str(tmp_path / "t.txt")], vocab=120)
+    assert "position 3 is 122, and --vocab 120 is given" in refused([str(tmp_path / "t.txt")], vocab=120)
 
 
 def test_too_few_tokens_for_one_sequence(tmp_path):
