@@ -254,6 +254,8 @@ def resolve(
     chosen = load_model(model.model)
     given = {k: v for k, v in dataclasses.asdict(model).items() if k not in ("model", "size")}
     stated = set(chosen.defaults or {}) | set((chosen.sizes or {}).get(model.size or "", {}))
+    if model.heads is not None and model.kv_heads is None:
+        defaults.pop("kv_heads", None)  # of other heads
     given |= {k: v for k, v in defaults.items() if k in given and given[k] is None and k not in stated}
     config = configure(chosen, model.model, model.size, **given)
     params = parameters(chosen.specs(config))

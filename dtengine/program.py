@@ -109,11 +109,12 @@ def _form(node: fx.Node) -> tuple:
 
 
 def drop_dead(graph: fx.Graph) -> None:
-    """Remove what nobody reads, waits for collectives that nobody reads included."""
+    """Remove what nobody reads, collectives aside: all ranks must issue the same ones."""
     for node in reversed(list(graph.nodes)):
         if node.users or node.op in ("placeholder", "output"):
             continue
-        if _is_mutable(node) and not (_is_collective(node) or node.target is WAIT):
+        # A collective that is dead here may be alive on a rank whose shards are not empty.
+        if _is_mutable(node) or _is_collective(node) or node.target is WAIT:
             continue
         graph.erase_node(node)
 
@@ -174,7 +175,12 @@ def prefetch_gathers(graph: fx.Graph) -> None:
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
     known, gathers = set(inputs), []
     for node in graph.nodes:
-        if node.op == "call_function" and all(n in known for n in node.all_input_nodes):
+        if _is_mutable(node) and not _is_collective(node):  # what it changes is no longer what was handed in
+            for changed in node.all_input_nodes:
+                while changed.op == "call_function" and _is_view(changed) and changed.all_input_nodes:
+                    changed = changed.all_input_nodes[0]
+                known.discard(changed)
+        elif node.op == "call_function" and all(n in known for n in node.all_input_nodes):
             known.add(node)
             if _is_collective(node) and _OPERATIONS[_name(node)] == "all_gather":
                 gathers.append(node)

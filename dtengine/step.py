@@ -195,12 +195,13 @@ class Step:
         Every rank passes equally many batches; rows that only pad have weight 0.
         """
         local = [p.to_local() for p in params.values()]
-        if "evaluate" not in self.programs:
-            examples = [*local, *batches[0]]
-            self._compile("evaluate", self.evaluate_local, examples)
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in batches:
-            total += torch.stack(self.programs["evaluate"](*local, *batch)).to(torch.float64)
+            name = f"evaluate {'x'.join(map(str, batch.tokens.shape))}"  # a program serves one shape
+            if name not in self.programs:
+                self._compile(name, self.evaluate_local, [*local, *batch])
+                self._check(name)
+            total += torch.stack(self.programs[name](*local, *batch)).to(torch.float64)
         total = self._over_data(total)
         return (total[0] / total[1]).item(), total[1].item()
 
@@ -227,9 +228,7 @@ class Step:
         now = (torch.tensor(0.0, dtype=torch.float64), torch.tensor(1.0))
         loss = torch.zeros((), dtype=self.dtype, device=self.device)
         self._compile("update", self._update, [*params, *examples["slots"], *buffers, loss, inverse, *now])
-        if not self.config.eager:
-            programs = [p for p in self.programs.values() if isinstance(p, Program)]
-            check_collectives(programs, self.mesh)
+        self._check("accumulate", "update")
 
     def collectives(self) -> dict[str, dict[str, int]]:
         """Return {mesh axes: {operation: count}} of one step."""
@@ -348,14 +347,15 @@ class Step:
         bad = torch.zeros(self.plan.coordinates, dtype=loss.dtype, device=loss.device)
         bad[mesh.data_coordinate(self.plan.data_axes)] = torch.where(torch.isfinite(loss), 0.0, 1.0) * first
         mine = loss if first else torch.zeros_like(loss)
-        head = torch.stack([mine, torch.zeros_like(term) if math.isinf(order) else term.to(loss.dtype)])
+        # A max over ranks may lose a NaN (gloo's does), a sum does not: 0 where the term is finite, else NaN.
+        head = torch.stack([mine, (term * 0 if math.isinf(order) else term).to(loss.dtype)])
         vector = torch.cat([head, bad])
         everyone = mesh.groups.get(mesh.split_axes())
         if everyone is not None:
             vector = all_reduce(vector, "sum", everyone)
             if math.isinf(order):
                 term = all_reduce(term.clone(), "max", everyone)
-        norm = term if math.isinf(order) else vector[1] if order == 1 else vector[1].pow(1 / order)
+        norm = term + vector[1] if math.isinf(order) else vector[1] if order == 1 else vector[1].pow(1 / order)
         return vector[0], norm, vector[2:]
 
     def _ops(self, batch: Batch, key: Tensor | None) -> Ops:
@@ -409,6 +409,10 @@ class Step:
             "inverse": torch.ones((), dtype=self.dtype, device=device),
             "key": torch.zeros((), dtype=torch.int64, device=device),
         }
+
+    def _check(self, *names: str) -> None:
+        """Compare the collectives of traced programs over all ranks."""
+        check_collectives([p for n in names if isinstance(p := self.programs[n], Program)], self.mesh)
 
     def _compile(self, name: str, function: Callable[..., list[Tensor]], examples: Sequence[Tensor]) -> None:
         if self.config.eager:

@@ -125,6 +125,7 @@ CORNERS = (  # heads that tp does not divide, or that are fewer; empty shards ev
     "--mesh tp=4 --heads 6 --kv-heads 6 --no-sp --layers 1 --microbatches 3",
     "--mesh 2x4 --heads 6 --kv-heads 2 --layers 1 --microbatches 2 --dropout 0.1",
     f"--mesh rep=2,dp=2,tp=2 --plan zero1 --layers 1 {SMALLEST}",
+    "--mesh dp=8 --plan zero1 --layers 1 --embed 3 --global-batch 1 --microbatches 1",  # five ranks own nothing
     f"--mesh dp=2,tp=2 --model {OWN} --plan zero2 --layers 2 --weights --dropout 0.2 --microbatches 3",
 )
 MESHES = {n: _meshes(n) for n in RANKS}
