@@ -86,7 +86,7 @@ class BatchOptions:
 class OptimizerOptions:
     """Optimizer and learning rate."""
 
-    steps: int = 400
+    steps: int = 300
     """Optimizer steps of the whole run."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """adamw: betas 0.9 and 0.95; sgd: without momentum unless --momentum is given."""
