@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from dtengine import random
 from dtengine.layout import Placements, local_bounds
 from dtengine.mesh import Mesh
 from dtengine.shard import bounds_of
@@ -79,12 +80,21 @@ def save(folder: Path, state: State, mesh: Mesh, facts: Mapping[str, Any]) -> Pa
 
     Returns:
         The published folder, folder/step-N. One that is already there is left as it is.
+
+    Raises:
+        RuntimeError: on all ranks alike, where replicas do not hold the same bits: of replicas only the first is
+            written, and ranks that drift apart train different models.
     """
     # 1. stage: each rank its file; 2. the first rank adds the manifest; 3. publish by one rename
     target, staging = folder / f"step-{state.step}", folder / f".staging-step-{state.step}"
     rank = dist.get_rank()
     if target.exists():
         return target
+    if not replicas_equal(state, mesh):
+        raise RuntimeError(
+            f"checkpoint {target}: replicas of a parameter differ between ranks; they must be bit-equal. Nothing was "
+            "saved. A model function may depend on its rank: prove it with dtengine.verify."
+        )
     if rank == 0:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
@@ -265,6 +275,35 @@ def _fill(
         raise ValueError(
             f"checkpoint {path}: {name} has {filled} of the {local.numel()} elements that this rank needs."
         )
+
+
+def replicas_equal(state: State, mesh: Mesh) -> bool:
+    """Whether all ranks that hold the same shard of parameters and slots hold the same bits; the same on all ranks.
+
+    Collectives:
+        One small all-gather over each mesh axis that replicates something, and one over the mesh.
+    """
+    tensors = [*state.params.values(), *(x for slots in state.slots.values() for x in slots.values())]
+    equal = True
+    for axis, name in enumerate(mesh.axes):
+        if mesh.sizes[name] == 1:
+            continue
+        sums = [_bit_sum(x) for x in tensors if isinstance(x.placements[axis], Replicate)]
+        if sums:
+            mine = torch.stack(sums)
+            everywhere = all_gather_flat(mine, mesh.sizes[name], mesh.groups[(name,)]).view(mesh.sizes[name], -1)
+            equal &= bool((everywhere == everywhere[0]).all())
+    verdict = torch.tensor([float(not equal)])
+    if mesh.num_ranks > 1:
+        verdict = all_gather_flat(verdict, mesh.num_ranks, mesh.groups[mesh.split_axes()])
+    return not verdict.any().item()
+
+
+def _bit_sum(x: DTensor) -> Tensor:
+    """Hash the bits of a local shard to an int64."""
+    local = x.to_local().detach().contiguous().flatten()
+    bits = local.view(torch.int64 if local.element_size() == 8 else torch.int32).to(torch.int64)
+    return random.bits(bits, torch.arange(len(bits))).sum()
 
 
 def tensor_names(params: Iterable[str], slots: Iterable[str]) -> dict[str, str]:

@@ -21,10 +21,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
 from tyro.conf import OmitArgPrefixes
 
 from dtengine import launch, optim, random, ranks
+from dtengine.checkpoint import replicas_equal
 from dtengine.config import BatchOptions, MeshOptions, ModelOptions, OptimizerOptions, Setup, fail, parse, resolve
 from dtengine.data import IGNORE, Batch, rows_of
 from dtengine.mesh import Mesh, build_mesh
@@ -32,8 +32,8 @@ from dtengine.model import forward, parameters
 from dtengine.ops import Ops
 from dtengine.parameters import init_param
 from dtengine.shard import gather
-from dtengine.step import State, init_state, make_step
-from dtengine.torch_private import all_gather_flat, preload
+from dtengine.step import init_state, make_step
+from dtengine.torch_private import preload
 
 TOLERANCES = {"fp64": 1e-9, "fp32": 2e-4, "bf16": 6e-2}
 # Sizes where none are given: odd, so that nothing divides.
@@ -178,31 +178,6 @@ def pad_rows(batch: Batch, rows: int) -> Batch:
         return torch.cat([x, x.new_full((missing, *x.shape[1:]), value)])
 
     return Batch(pad(batch.tokens, 0), pad(batch.targets, IGNORE), pad(batch.weights, 0), torch.arange(rows))
-
-
-def replicas_equal(state: State, mesh: Mesh) -> bool:
-    """Whether all ranks that hold the same shard hold the same bits."""
-    tensors = [*state.params.values(), *(x for slots in state.slots.values() for x in slots.values())]
-    equal = True
-    for axis, name in enumerate(mesh.axes):
-        if mesh.sizes[name] == 1:
-            continue
-        sums = [_bit_sum(x) for x in tensors if isinstance(x.placements[axis], Replicate)]
-        if sums:
-            mine = torch.stack(sums)
-            everywhere = all_gather_flat(mine, mesh.sizes[name], mesh.groups[(name,)]).view(mesh.sizes[name], -1)
-            equal &= bool((everywhere == everywhere[0]).all())
-    verdict = torch.tensor([float(not equal)])
-    if mesh.num_ranks > 1:
-        verdict = all_gather_flat(verdict, mesh.num_ranks, mesh.groups[mesh.split_axes()])
-    return not verdict.any().item()
-
-
-def _bit_sum(x: DTensor) -> Tensor:
-    """Hash the bits of a local shard to an int64."""
-    local = x.to_local().detach().contiguous().flatten()
-    bits = local.view(torch.int64 if local.element_size() == 8 else torch.int32).to(torch.int64)
-    return random.bits(bits, torch.arange(len(bits))).sum()
 
 
 def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> tuple[float, str]:
