@@ -236,6 +236,21 @@ def load(path: Path, state: State, mesh: Mesh) -> State:
     return State(manifest.step, state.params, state.slots)
 
 
+def read_whole(path: Path | str) -> dict[str, Tensor]:
+    """Read a checkpoint's tensors whole, on the CPU: "params.NAME", and "slots.SLOT.NAME" of the optimizer.
+
+    Raises:
+        ValueError: a file is missing or damaged.
+    """
+    path = Path(path)
+    files: dict[str, Any] = {}
+    whole = {}
+    for name, stored in read_manifest(path, contents=True).tensors.items():
+        whole[name] = torch.empty(stored.shape, dtype=_DTYPES[stored.dtype])
+        _fill(whole[name], [(0, size) for size in stored.shape], name, stored, path, files)
+    return whole
+
+
 def check_fits(path: Path, manifest: Manifest, expected: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
     """Raise ValueError, listing every difference, where a checkpoint's names, shapes and dtypes are not as expected."""
     differences = [f"{name} is missing" for name in expected if name not in manifest.tensors]

@@ -32,8 +32,8 @@ class MeshOptions:
     mesh: str = "1"
     """Mesh sizes: 8 is dp=8, 2x4 is dp=2,tp=4; or named axes, rep=2,dp=2,tp=2."""
     plan: Literal["ddp", "zero1", "zero2", "fsdp"] = "fsdp"
-    """What dp splits: nothing (ddp), optimizer state (zero1), also gradients (zero2), also parameters (fsdp). A rep
-    axis makes fsdp HSDP; tp above 1 adds tensor parallelism."""
+    """What dp splits: nothing (ddp), optimizer state (zero1), also gradients (zero2), also parameters (fsdp, which is
+    ZeRO-3). A rep axis makes fsdp HSDP; tp above 1 adds tensor parallelism."""
     sp: bool = True
     """Sequence parallelism: split the residual stream's sequence over tp."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
@@ -49,23 +49,23 @@ class ModelOptions:
     size: str | None = None
     """A published size, such as gpt2 or llama3-8b."""
     layers: int | None = None
-    """Number of blocks."""
+    """Number of blocks. Training takes 2 where nothing else says."""
     embed: int | None = None
-    """Width of the residual stream."""
+    """Width of the residual stream; else 128."""
     heads: int | None = None
-    """Query heads."""
+    """Query heads; else 4."""
     kv_heads: int | None = None
-    """Key and value heads; divides heads."""
+    """Key and value heads; divides heads, and is heads by default."""
     head_dim: int | None = None
     """Width of a head; embed / heads by default."""
     mlp: int | None = None
-    """Hidden width of the MLP."""
+    """Hidden width of the MLP; 4 embed by default."""
     vocab: int | None = None
     """Token ids; by default as many as the data has."""
     seq: int | None = None
-    """Tokens in a sequence."""
+    """Tokens in a sequence; else 128."""
     dropout: float | None = None
-    """Probability of dropping an activation."""
+    """Probability of dropping an activation; else 0."""
     tied: bool | None = None
     """Whether the output matrix is the embedding table: --tied or --no-tied."""
 
@@ -75,11 +75,12 @@ class BatchOptions:
     """Sequences of a step: global batch = rep x dp x microbatches x microbatch. Give any two, or fewer."""
 
     global_batch: int | None = None
-    """Sequences of one optimizer step; padded with zero-weight rows where it does not divide."""
+    """Sequences of one optimizer step, 32 where none of the three is given; padded with zero-weight rows where it does
+    not divide."""
     microbatch: int | None = None
     """Sequences that one data-parallel coordinate takes in one pass."""
     microbatches: int | None = None
-    """Passes that make a step (gradient accumulation)."""
+    """Passes that make a step (gradient accumulation); else 1, or what the other two ask for."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class OptimizerOptions:
     """Optimizer and learning rate."""
 
     steps: int = 300
-    """Optimizer steps of the whole run."""
+    """Optimizer steps of the whole run. The learning rate decays to the last one: more steps stretch the decay."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """adamw: betas 0.9 and 0.95; sgd: without momentum unless --momentum is given."""
     lr: float = 4e-3

@@ -24,7 +24,7 @@ def parse_mesh(text: str) -> dict[str, int]:
     Raises:
         ValueError: not a mesh, an unknown or repeated axis, a size below 1, or an axis that is not there yet.
     """
-    form = "A mesh is sizes as 8, 2x4 or 2x2x2, or named axes as rep=2,dp=2,tp=2"
+    form = "A mesh is sizes as 8 or 2x4, or named axes as rep=2,dp=2,tp=2"
     text = text.strip()
     if "=" in text:
         pairs = [part.strip().partition("=")[::2] for part in text.split(",")]
@@ -36,7 +36,7 @@ def parse_mesh(text: str) -> dict[str, int]:
     names = [name.strip() for name, _ in pairs]
     unknown = [n for n in names if n not in MESH_AXES]
     if unknown:
-        raise ValueError(f"--mesh {text}: no mesh axis is called {', '.join(unknown)!r}. Use {', '.join(MESH_AXES)}.")
+        raise ValueError(f"--mesh {text}: no mesh axis is called {', '.join(unknown)!r}. Use {_names()}.")
     repeated = sorted({n for n in names if names.count(n) > 1})
     if repeated:
         raise ValueError(f"--mesh {text}: axis {', '.join(repeated)} is given twice. Name each axis once.")
@@ -46,14 +46,18 @@ def parse_mesh(text: str) -> dict[str, int]:
             raise ValueError(f"--mesh {text[:40]}...: {size.strip()[:9]}... for {name.strip()} is too large. {form}.")
         if not size.strip().isascii() or not size.strip().isdigit() or int(size) < 1:
             raise ValueError(
-                f"--mesh {text}: {size.strip() or 'an empty size'!s} for {name.strip()} is no whole number of at least "
-                f"1. {form}."
+                f"--mesh {text}: {size.strip() or 'an empty size'!s} for {name.strip()} must be a whole "
+                f"number of at least 1. {form}."
             )
         mesh[name.strip()] = int(size)
     for name, what in _NOT_YET.items():
         if mesh.get(name, 1) > 1:
-            raise ValueError(f"--mesh {text}: {name}={mesh[name]}, but {what} not there yet. Use rep, dp and tp.")
+            raise ValueError(f"--mesh {text}: {name}={mesh[name]}, but {what} not there yet. Use {_names()}.")
     return {name: mesh[name] for name in MESH_AXES if name in mesh}
+
+
+def _names() -> str:
+    return ", ".join(name for name in MESH_AXES if name not in _NOT_YET)
 
 
 def num_ranks(mesh: Mapping[str, int]) -> int:

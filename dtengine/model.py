@@ -160,8 +160,8 @@ def configure(model: Model, name: str, size: str | None = None, **given: Any) ->
     if "head_dim" not in values:
         if config.embed % config.heads:
             raise ValueError(
-                f"--embed {config.embed}: --heads {config.heads} does not divide it, and no --head-dim says otherwise. "
-                f"Use --embed {config.embed + -config.embed % config.heads} or give --head-dim."
+                f"--embed {config.embed}: --heads {config.heads} does not divide it; without --head-dim a head is embed / "
+                f"heads wide. Use --embed {config.embed + -config.embed % (2 * config.heads)}, or give --head-dim."
             )
         config = replace(config, head_dim=config.embed // config.heads)
     if "mlp" not in values:

@@ -5,7 +5,6 @@ import math
 import torch
 import torch.distributed as dist
 
-from dtengine import ranks
 from dtengine.config import Setup
 from dtengine.data import Batch
 from dtengine.mesh import Mesh
@@ -37,8 +36,6 @@ def sample_text(setup: Setup, state: State, mesh: Mesh, length: int, byte_level:
     params = dict(zip(state.params, gather(list(state.params.values()), mesh), strict=True))
     if dist.get_rank() != 0:
         return None
-    threads = torch.get_num_threads()
-    torch.set_num_threads(ranks.usable_cores())
     device = next(iter(params.values())).device
     generator = torch.Generator().manual_seed(seed)
     specs, seq = setup.model.specs(setup.model_config), setup.model_config.seq
@@ -51,6 +48,5 @@ def sample_text(setup: Setup, state: State, mesh: Mesh, length: int, byte_level:
             logits = forward(setup.model, specs, params, batch, Ops())[0, -1].double() / 0.8
             chosen = torch.multinomial(torch.softmax(logits, -1).cpu(), 1, generator=generator)
             tokens = torch.cat([tokens, chosen.to(device).view(1, 1)], 1)
-    torch.set_num_threads(threads)
     ids = tokens[0].tolist()
     return bytes(min(i, 255) for i in ids).decode("utf-8", "replace") if byte_level else " ".join(map(str, ids))

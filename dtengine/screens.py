@@ -84,7 +84,9 @@ def layout_rows(plan: Plan, axes: Collection[str] | None = None) -> tuple[list[t
     first, *rest = [rule.logical for rule in plan.optimizer.rules if rule.mesh_axis == "dp"] or [""]
     fallbacks = [name for name in rest if any(row[0] == name and "(dp)" in row for row in rows)]
     notes = (
-        [f"(dp): in a parameter without {first}, on the first it has of {', '.join(fallbacks)}."] if fallbacks else []
+        [f"(dp): a parameter with no {first} is split over dp on the first that it has of {', '.join(fallbacks)}."]
+        if fallbacks
+        else []
     )
     return rows, [*notes, "Every other axis is whole on each rank."]
 

@@ -5,6 +5,7 @@ Reads top to bottom: what can be known before any rank starts (``main``), then w
 
 import json
 import math
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -73,9 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         launch.start_ranks(run_rank, (job, backend), num_ranks(sizes), log_dir=job.folder / "logs")
     except launch.RunInterrupted as stop:
         mark_failed(job.folder, f"interrupted by {stop.signal.name}")
-        print(
-            f"dtengine: stopped by {stop.signal.name}; continue with --run-dir {job.folder} --resume", file=sys.stderr
-        )
+        newest = checkpoint.newest(job.folder / "checkpoints")[0]
+        kept = f"the newest checkpoint is {newest.name}" if newest else "there is no checkpoint yet"
+        again = f"python -m dtengine.train --run-dir {shlex.quote(str(job.folder))} --resume"
+        print(f"dtengine: stopped by {stop.signal.name}; {kept}. Continue from it: {again}", file=sys.stderr)
         return stop.exit_code
     except launch.RankFailed as failure:
         return report_failure(failure, job.folder)
@@ -188,6 +190,8 @@ def steps(job: Job, step: Step, state: State, mesh: Mesh, device: torch.device, 
                 checkpoint.save(job.folder / "checkpoints", state, mesh, facts(job, done))
                 if watch is not None:
                     watch.saved()
+    if watch is not None:
+        watch.sampling()
     text = sample_text(job.setup, state, mesh, options.run.sample, corpus.byte_level, options.optimizer.seed)
     if watch is not None:
         watch.finished(text)

@@ -44,6 +44,8 @@ class Watch:
         axes = {a for p in parameters(setup.model.specs(setup.model_config)).values() for a in p.names}
         axes |= {"batch", "seq", "res_seq"}
         notes = [f"{path.name} does not verify and was moved away" for path in job.damaged]
+        if options.run.resume and job.resumed is None:
+            notes.append(f"no checkpoint in {job.folder}: it starts at step 1")
         notes += [*setup.warnings, *([f"changed on resume: {job.changed}"] if job.changed else [])]
         screens.start_screen(self.console, setup.plan, facts, warnings=notes, axes=axes)
         self.events.text("plan", screens.plan_text(setup.plan, facts, axes=axes))
@@ -94,6 +96,11 @@ class Watch:
         self.events.flush()
         self.status.update(status="running", checkpoint_saved_at=monitor.utc_now())
 
+    def sampling(self) -> None:
+        """Say that the steps are done and text is being sampled."""
+        if self.job.options.run.sample:
+            self.progress.note(f"sampling {self.job.options.run.sample} tokens")
+
     def failed(self, error: Exception) -> None:
         """Close everything; the launcher prints the error."""
         self.progress.__exit__(None, None, None)
@@ -109,7 +116,10 @@ class Watch:
         results = [("training loss", f"{self.last[0]:.4f}"), ("held-out loss", f"{self.heldout:.4f} nats per token")]
         if self.bigram is not None:
             better = self.bigram - self.heldout
-            results.append(("bigram model", f"{self.bigram:.4f} on the same sequences: {better:+.4f} to it"))
+            word = "better" if better >= 0 else "worse"
+            results.append(
+                ("bigram model", f"{self.bigram:.4f} on the same sequences; ours is {abs(better):.4f} {word}")
+            )
         options = self.job.options
         commands = [
             ("look", f"tensorboard --logdir {folder}/tensorboard"),

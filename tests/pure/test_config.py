@@ -349,8 +349,8 @@ def test_a_setup_holds_what_shapes_the_step():
         ),
         (
             {"model": {"embed": 13, "heads": 4}},
-            "--embed 13: --heads 4 does not divide it, and no --head-dim says otherwise. Use --embed 16 or give "
-            "--head-dim.",
+            "--embed 13: --heads 4 does not divide it; without --head-dim a head is embed / heads wide. Use --embed 16, "
+            "or give --head-dim.",
         ),
         (
             {"model": {"head_dim": 5}},

@@ -10,12 +10,12 @@ from dtengine.layout import MESH_AXES
 from dtengine.mesh import Mesh, build_mesh, check_world, num_ranks, parse_mesh
 from dtengine.torch_private import fake_process_group
 
-FORM = "A mesh is sizes as 8, 2x4 or 2x2x2, or named axes as rep=2,dp=2,tp=2."
-NAMES = "Use pp, rep, dp, cp, ep, tp."
+FORM = "A mesh is sizes as 8 or 2x4, or named axes as rep=2,dp=2,tp=2."
+NAMES = "Use rep, dp, tp."
 
 
 def no_number(text: str, size: str, name: str = "dp") -> str:
-    return f"--mesh {text}: {size} for {name} is no whole number of at least 1. {FORM}"
+    return f"--mesh {text}: {size} for {name} must be a whole number of at least 1. {FORM}"
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_axes_that_are_not_there_yet_say_so(text, fact):
     """An axis that is planned is refused above size 1, in words."""
     with pytest.raises(ValueError) as error:
         parse_mesh(text)
-    assert str(error.value) == f"--mesh {text}: {fact}. Use rep, dp and tp."
+    assert str(error.value) == f"--mesh {text}: {fact}. Use rep, dp, tp."
 
 
 @pytest.mark.parametrize("text", ["9" * 5000, f"2x{'9' * 5000}", f"dp=2,tp={'9' * 5000}"])

@@ -443,7 +443,9 @@ def test_layout_rows_say_what_splits_what() -> None:
         ("vocab", "tp", "tp", "tp", "tp"),
         ("positions", "(dp)", "(dp)", "(dp)", ""),
     ]
-    assert notes[0] == "(dp): in a parameter without embed, on the first it has of head_dim, positions."
+    assert (
+        notes[0] == "(dp): a parameter with no embed is split over dp on the first that it has of head_dim, positions."
+    )
     rows, notes = layout_rows(plan(), axes=("batch", "embed", "mlp"))
     assert [row[0] for row in rows] == ["batch", "embed", "mlp"]
     assert notes == ["Every other axis is whole on each rank."]
@@ -520,7 +522,7 @@ def test_the_plan_is_markdown_that_tensorboard_renders() -> None:
     assert "<td>global batch</td>\n<td>32 = 1 rep x 2 dp x 1 microbatches x 16</td>" in page
     cells = "".join(f"\n<td>{cell}</td>" for cell in ("res_seq", "–", "–", "–", "tp"))
     assert cells.strip() in page
-    assert "on the first it has of head_dim, positions" in page
+    assert "on the first that it has of head_dim, positions" in page
 
 
 def test_the_end_screen_shows_any_sample_and_whole_commands() -> None:

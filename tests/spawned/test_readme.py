@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from dtengine.config import TrainOptions, parse
 from dtengine.mesh import parse_mesh
@@ -15,6 +16,7 @@ from dtengine.verify import VerifyOptions
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+EXPORT, MIXER, SCRIPT = BLOCKS
 COMMANDS = [line.strip() for line in README.splitlines() if line.startswith("    ")]
 
 
@@ -26,17 +28,31 @@ def run(folder: Path, *command: str) -> str:
 
 def test_own_model_is_short_and_right(tmp_path: Path) -> None:
     """The README's own model has at most 40 lines, computes on a mesh what one device computes, and trains."""
-    assert len(BLOCKS[0].splitlines()) <= 40
-    (tmp_path / "mixer.py").write_text(BLOCKS[0])
+    assert len(MIXER.splitlines()) <= 40
+    (tmp_path / "mixer.py").write_text(MIXER)
     verify, train = (c for c in COMMANDS if "mixer.py:MIXER" in c)
     assert "equal within 1e-09" in run(tmp_path, *shlex.split(verify)[1:])
     small = ["--steps", "3", "--embed", "16", "--mlp", "32", "--seq", "16", "--global-batch", "4", "--sample", "0"]
-    assert "held-out loss" in run(tmp_path, *shlex.split(train)[1:], *small)
+    assert "held-out loss" in run(tmp_path, *shlex.split(train)[1:], *small, "--run-dir", "run")
+
+    (tmp_path / "export.py").write_text(EXPORT)
+    run(tmp_path, "export.py", "run/checkpoints/step-3")
+    weights = load_file(tmp_path / "model.safetensors")
+    assert {name: tuple(w.shape) for name, w in weights.items()} == {
+        "embed.table": (256, 16),
+        **{
+            f"blocks.{i}.{name}": shape
+            for i in range(2)
+            for name, shape in {"norm": (16,), "up": (16, 32), "down": (16, 32)}.items()
+        },
+        "head.norm": (16,),
+    }
+    assert all(bool(w.isfinite().all()) for w in weights.values())
 
 
 def test_script_trains(tmp_path: Path) -> None:
     """The README's script has at most 20 lines and its loss falls."""
-    script = BLOCKS[1]
+    script = SCRIPT
     body = [line for line in script.split("if __name__")[0].splitlines() if line.strip() and "import" not in line]
     assert len(body) <= 20
     (tmp_path / "script.py").write_text(script)
