@@ -121,6 +121,8 @@ class Ops:
         if self.mesh is None:
             return x
         assert isinstance(x, DTensor)
+        if len(axes_of(axes)) != x.dim():
+            raise ValueError(f"ops.constrain: axes '{axes}' for shape {tuple(x.shape)}; name each dim.")
         target = self._placements(axes_of(axes))
         self._note(axes_of(axes), x.shape, target)
         return _Constrain.apply(x, target, self.mesh)  # type: ignore[return-value]
@@ -312,8 +314,14 @@ class Ops:
             for axis, size in zip(axes, x.shape, strict=True):
                 if sizes.setdefault(axis, size) != size:
                     raise ValueError(f"ops.{what}: {axis} is {sizes[axis]} and {size}; an axis has one size.")
+        new = [a for a in output if a not in sizes]
+        if new:
+            raise ValueError(f"ops.{what}: {', '.join(new)} is on no operand; a result has axes of its operands.")
+        shape = tuple(sizes[a] for a in output)
         if self.mesh is None:
-            return function(*operands)
+            result = function(*operands)
+            _check_shape(what, result, shape)
+            return result
         for axes, x in zip(inputs, operands, strict=True):
             want = self._placements(axes)
             if not isinstance(x, DTensor) or tuple(x.placements) != want:
@@ -338,7 +346,6 @@ class Ops:
             else:
                 assert sums, "an axis that vanishes is either summed or whole"
                 placements.append(Partial())
-        shape = tuple(sizes[a] for a in output)
         split_axes = tuple(bool(on[m]) for m in self.mesh.axes)
         call = _Call(function, self.mesh, tuple(placements), shape, split_axes, f"{what} at {self.site}")
         self._note(output, shape, call.placements)
@@ -368,6 +375,8 @@ class _OnShards(torch.autograd.Function):
             for x, wanted in zip(operands, ctx.needs_input_grad[1:], strict=True):
                 leaves.append(x.to_local().detach().requires_grad_(wanted))
             out = call.function(*leaves)
+        held = tuple(stop - start for start, stop in bounds_of(call.shape, call.placements, call.mesh))
+        _check_shape(call.what, out, held)
         ctx.call, ctx.leaves, ctx.out = call, leaves, out
         ctx.operands = [(tuple(x.placements), tuple(x.shape)) for x in operands]
         return wrap(out.detach(), call.mesh, call.placements, call.shape)
@@ -381,7 +390,11 @@ class _OnShards(torch.autograd.Function):
                     f"ops.{call.what}: made {call.placements}, its gradient came as {tuple(grad.placements)}"
                 )
         wanted = [leaf for leaf in ctx.leaves if leaf.requires_grad]
-        local = iter(torch.autograd.grad(ctx.out, wanted, grad.to_local(), allow_unused=True, materialize_grads=True))
+        if ctx.out.requires_grad:
+            found = torch.autograd.grad(ctx.out, wanted, grad.to_local(), allow_unused=True, materialize_grads=True)
+        else:  # the function cut the gradient off, as a comparison or detach does
+            found = [torch.zeros_like(leaf) for leaf in wanted]
+        local = iter(found)
         grads: list[Any] = [None]
         for leaf, (placements, shape) in zip(ctx.leaves, ctx.operands, strict=True):
             if not leaf.requires_grad:
@@ -410,6 +423,14 @@ class _Constrain(torch.autograd.Function):
 def _move(x: DTensor, target: Placements, mesh: Mesh) -> DTensor:
     (local,) = redistribute([x.to_local()], [Move(tuple(x.placements), target, tuple(x.shape))], mesh)
     return wrap(local, mesh, target, x.shape)
+
+
+def _check_shape(what: str, result: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(result.shape) != shape:
+        raise ValueError(
+            f"ops.{what}: the function returned shape {tuple(result.shape)}, its axes say {shape} on this rank. The result "
+            "must have the axes that stand behind '->', with their sizes."
+        )
 
 
 def _parse(equation: str) -> tuple[tuple[Axes, ...], Axes]:

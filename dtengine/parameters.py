@@ -13,6 +13,7 @@ from dtengine.layout import Layout, Placements, Plan
 from dtengine.mesh import Mesh
 from dtengine.model import Param
 from dtengine.shard import Move, bounds_of, redistribute, wrap
+from dtengine.torch_private import storage_of
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -133,13 +134,18 @@ class _Use(torch.autograd.Function):
     def backward(ctx: Any, *grads: DTensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         parameters: Parameters = ctx.parameters
         plan, local, moves = parameters.plan, [], []
+        taken = {storage_of(x.to_local()) for x in ctx.sink.values()}
         for name, grad in zip(ctx.names, grads, strict=True):
             if grad is None:  # nothing used it
                 source = parameters.placements(plan.compute, name)
                 local.append(parameters.empty(name, source).zero_())
             else:
                 source = tuple(grad.placements)
-                local.append(grad.to_local().to(parameters.dtype))
+                mine = grad.to_local().to(parameters.dtype)
+                if storage_of(mine) in taken:  # autograd hands one tensor to two parameters that were added
+                    mine = mine.clone()
+                taken.add(storage_of(mine))
+                local.append(mine)
             split = parameters.placements(plan.grads, name)
             target = tuple(b if isinstance(b, Shard) else s for s, b in zip(source, split, strict=True))
             moves.append(Move(source, target, parameters.specs[name].shape))

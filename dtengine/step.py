@@ -158,18 +158,9 @@ class Step:
             slots = [s.to_local() for name in state.params for s in state.slots[name].values()]
         inverse = torch.tensor(1.0 / max(count, 1e-30), dtype=torch.float64).to(self.dtype).to(self.device)
         key = random.fold(random.key(self.config.seed, "dropout"), torch.tensor(state.step)).to(self.device)
-        loss, buffers = None, []
-        for batch in batches:
-            part, *grads = self.programs["accumulate"](*params, *batch, inverse, key)
-            if loss is None:
-                loss, buffers = part, grads
-            else:
-                with torch.inference_mode():
-                    loss = loss + part
-                    add_(buffers, grads)
+        loss, buffers = self._accumulate_all(params, batches, inverse, key)
         lr = self.rate(state.step)
         now = (torch.tensor(lr, dtype=torch.float64), torch.tensor(float(state.step + 1)))
-        assert loss is not None
         loss, norm, finite, bad = self.programs["update"](*params, *slots, *buffers, loss, inverse, *now)
         return State(state.step + 1, state.params, state.slots), Metrics(loss, norm, finite, bad, lr)
 
@@ -179,15 +170,24 @@ class Step:
         params = [p.to_local() for p in state.params.values()]
         inverse = torch.tensor(1.0 / count, dtype=torch.float64).to(self.dtype).to(self.device)
         key = random.fold(random.key(self.config.seed, "dropout"), torch.tensor(state.step)).to(self.device)
-        buffers: list[Tensor] = []
-        for batch in batches:
-            grads = self.programs["accumulate"](*params, *batch, inverse, key)[1:]
-            buffers = grads if not buffers else [a + b for a, b in zip(buffers, grads, strict=True)]
+        _, buffers = self._accumulate_all(params, batches, inverse, key)
         reduced = redistribute(buffers, self._to_optimizer(), self.mesh)
         return {
             name: wrap(g, self.mesh, self.parameters.placements(self.plan.optimizer, name), self.params[name].shape)
             for name, g in zip(self.params, reduced, strict=True)
         }
+
+    def _accumulate_all(
+        self, params: list[Tensor], batches: Sequence[Batch], inverse: Tensor, key: Tensor
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Run every microbatch; return the summed local loss and the gradient buffers."""
+        loss, *buffers = self.programs["accumulate"](*params, *batches[0], inverse, key)
+        for batch in batches[1:]:
+            part, *grads = self.programs["accumulate"](*params, *batch, inverse, key)
+            with torch.inference_mode():
+                loss = loss + part
+                add_(buffers, grads)
+        return loss, buffers
 
     def evaluate(self, params: Mapping[str, DTensor], batches: Sequence[Batch]) -> tuple[float, float]:
         """Return (mean loss in nats per token, counted tokens) of held-out batches, the same on all ranks.
@@ -249,6 +249,10 @@ class Step:
             # The objective is the mean over the global batch; every rank starts from its own term of it.
             objective = _LocalLoss.apply(loss, self.mesh) * inverse  # type: ignore[operator]
             torch.autograd.grad(objective, token)
+        for name in self.params:
+            if name not in sink:  # a part that uses none of its parameters
+                placements = self.parameters.placements(self.plan.grads, name)
+                sink[name] = self.parameters.wrap(name, self.parameters.empty(name, placements).zero_(), placements)
         self.buffers.clear()
         self.buffers.update({name: tuple(sink[name].placements) for name in self.params})
         return [local.detach(), *(sink[name].to_local() for name in self.params)]

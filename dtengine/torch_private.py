@@ -30,7 +30,13 @@ __all__ = [
     "reduce_scatter",
     "scale",
     "schema_of",
+    "storage_of",
 ]
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return what two tensors that share memory have in common; public: none yet for fake tensors (data_ptr lies)."""
+    return tensor.untyped_storage()._cdata
 
 
 def schema_of(node: fx.Node) -> torch.FunctionSchema | None:

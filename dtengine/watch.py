@@ -2,11 +2,13 @@
 
 import math
 import shlex
+from dataclasses import asdict
 
 import torch
 from rich.console import Console
 
 from dtengine import monitor, ranks, screens
+from dtengine.config import TrainOptions
 from dtengine.data import BatchShape, bigram_loss
 from dtengine.job import Job
 from dtengine.layout import Layout, local_bounds
@@ -124,11 +126,19 @@ class Watch:
         commands = [
             ("look", f"tensorboard --logdir {folder}/tensorboard"),
             ("train on", f"python -m dtengine.train --run-dir {folder} --resume --steps {2 * steps}"),
-            ("prove", f"python -m dtengine.verify --mesh {options.mesh.mesh} --plan {options.mesh.plan} "
-                      f"--model {shlex.quote(options.model.model)}"),
+            ("prove", f"python -m dtengine.verify {prove_options(options)}"),
         ]  # fmt: skip
         screens.end_screen(self.console, results, text, commands)
         self.status.update(status="finished")
+
+
+def prove_options(options: TrainOptions) -> str:
+    """Return the options of a run that shape its step, for ``dtengine.verify``."""
+    words = ["--mesh", options.mesh.mesh, "--plan", options.mesh.plan, *([] if options.mesh.sp else ["--no-sp"])]
+    for name, value in [*asdict(options.model).items(), *asdict(options.batch).items()]:
+        if value is not None:
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    return shlex.join(words)
 
 
 def start_facts(
