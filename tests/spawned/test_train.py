@@ -286,7 +286,8 @@ def test_console(unbroken: Finished) -> None:
     assert re.search(r"─ sample ─.*\n(│.*│\n)*│ def ", out)
     assert "\npython -m dtengine.train --run-dir first --resume --steps 16\n" in out
     assert "\ntensorboard --logdir first/tensorboard\n" in out
-    assert "\npython -m dtengine.verify --mesh 2x2 --plan fsdp --model llama\n" in out
+    sizes = "--layers 1 --embed 18 --heads 2 --head-dim 6 --mlp 26 --seq 15 --dropout 0.1 --global-batch 4"
+    assert f"\npython -m dtengine.verify --mesh 2x2 --plan fsdp --model llama {sizes}\n" in out
     assert "warning" not in out
 
 
