@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import tyro
-from tyro.conf import OmitArgPrefixes, Positional, UseAppendAction  # noqa: F401
+from tyro.conf import OmitArgPrefixes
 
 from dtengine import optim
 from dtengine.data import BatchShape
@@ -153,9 +153,6 @@ class RunOptions:
     """Seconds for all ranks to arrive; then the start fails and names those that are missing."""
     sample: int = 240
     """Tokens of text to sample at the end; 0 samples nothing."""
-
-
-Group = TypeVar("Group")
 
 
 @dataclass(frozen=True)

@@ -240,7 +240,7 @@ class Step:
 
     def _accumulate(self, *tensors: Tensor) -> list[Tensor]:
         """(parameters, batch, 1/count, dropout key) -> [local summed loss, gradients in the buffers' layout]."""
-        params, batch, (inverse, key) = self._unpack(tensors, 2)
+        params, batch, (inverse, key) = self._unpack(tensors)
         sink: dict[str, DTensor] = {}
         with torch.enable_grad():
             token = torch.zeros((), device=self.device, requires_grad=True)
@@ -259,7 +259,7 @@ class Step:
 
     def evaluate_local(self, *tensors: Tensor) -> list[Tensor]:
         """(parameters, batch) -> [this coordinate's summed loss, its count]."""
-        params, batch, _ = self._unpack(tensors, 0)
+        params, batch, _ = self._unpack(tensors)
         with torch.no_grad():
             loss, count = self._loss(params, batch, self._ops(batch, None), {}, None)
         return [loss.to_local(), count.to_local()]
@@ -370,8 +370,8 @@ class Step:
         group = self.mesh.groups.get(tuple(a for a in self.mesh.split_axes() if a in self.plan.data_axes))
         return values if group is None else all_reduce(values.clone(), "sum", group)
 
-    def _unpack(self, tensors: Sequence[Tensor], extra: int) -> tuple[list[Tensor], Batch, Sequence[Tensor]]:
-        """Split (parameters, batch, extra) and wrap the batch as the compute layout says."""
+    def _unpack(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Batch, Sequence[Tensor]]:
+        """Split (parameters, batch, the rest) and wrap the batch as the compute layout says."""
         n = len(self.params)
         tokens, targets, weights, rows = tensors[n : n + 4]
         shape = (tokens.shape[0] * self.plan.coordinates, tokens.shape[1])
