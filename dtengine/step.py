@@ -9,7 +9,6 @@ The step owns every scale: the summed token loss is divided once by the number o
 batch, and no accumulation or reduction rescales.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -25,12 +24,13 @@ from dtengine.mesh import Mesh
 from dtengine.model import Model, ModelConfig, Param, Tied
 from dtengine.model import parameters as model_parameters
 from dtengine.ops import Ops, Recorded
-from dtengine.optim import Optimizer, Update, global_norm_terms
+from dtengine.optim import Optimizer
 from dtengine.parameters import COMPUTE_DTYPES, Parameters
 from dtengine.parameters import use as use_parameters
 from dtengine.program import Program, check_collectives, count_collectives, trace
 from dtengine.shard import Move, redistribute, wrap
-from dtengine.torch_private import add_, all_reduce, scale
+from dtengine.torch_private import add_, all_reduce
+from dtengine.update import Updater
 
 
 class State(NamedTuple):
@@ -102,7 +102,7 @@ class Step:
     model: Model
     specs: Mapping[str, Any]
     parameters: Parameters
-    optimizer: Optimizer
+    updater: Updater
     config: StepConfig
     rate: Callable[[int], float]
     programs: dict[str, Callable[..., list[Tensor]]] = field(default_factory=dict)
@@ -257,50 +257,23 @@ class Step:
         self.buffers.update({name: tuple(sink[name].placements) for name in self.params})
         return [local.detach(), *(sink[name].to_local() for name in self.params)]
 
+    def _update(self, *tensors: Tensor) -> list[Tensor]:
+        """(parameters, slots, buffers, loss, 1/count, lr, update number) -> [loss, norm, finite, bad_data]."""
+        names = list(self.params)
+        rest = iter(tensors)
+        params = [next(rest) for _ in names]
+        slots = [{slot: next(rest) for slot in self.updater.slot_names} for _ in names]
+        buffers = [next(rest) for _ in names]
+        loss, inverse, lr, number = rest
+        grads = redistribute(buffers, self._to_optimizer(), self.mesh)
+        return self.updater(params, slots, grads, loss * inverse, lr, number)
+
     def evaluate_local(self, *tensors: Tensor) -> list[Tensor]:
         """(parameters, batch) -> [this coordinate's summed loss, its count]."""
         params, batch, _ = self._unpack(tensors)
         with torch.no_grad():
             loss, count = self._loss(params, batch, self._ops(batch, None), {}, None)
         return [loss.to_local(), count.to_local()]
-
-    def _update(self, *tensors: Tensor) -> list[Tensor]:
-        """(parameters, slots, buffers, loss, 1/count, lr, update number) -> [loss, norm, finite, bad_data]."""
-        # 1. unpack; 2. reduce gradients; 3. agree on loss and norm; 4. clip; 5. optimizer on shards; 6. store
-        mesh, names = self.mesh, list(self.params)
-        rest = iter(tensors)
-        params = [next(rest) for _ in names]
-        slots = [{slot: next(rest) for slot in self._slot_names} for _ in names]
-        buffers = [next(rest) for _ in names]
-        loss, inverse, lr, number = rest
-
-        grads = redistribute(buffers, self._to_optimizer(), mesh)
-
-        loss, norm, bad = self._agree(loss * inverse, grads)
-        finite = torch.isfinite(loss) & torch.isfinite(norm)
-
-        if self.config.clip:
-            factor = torch.where(finite, self.config.clip / norm.clamp(min=self.config.clip), 0.0)
-            grads = scale(grads, factor)
-
-        skip = 1.0 - finite.to(torch.float32)
-        shards = redistribute(params, self.parameters.moves(self.plan.params, self.plan.optimizer), mesh)
-        for decayed in (True, False):
-            chosen = [i for i, n in enumerate(names) if self.params[n].decayed == decayed and shards[i].numel()]
-            if chosen:
-                self.optimizer.update(
-                    [shards[i] for i in chosen],
-                    [grads[i] for i in chosen],
-                    [slots[i] for i in chosen],
-                    self.optimizer.weight_decay if decayed else 0.0,
-                    Update(lr, number, skip),
-                )
-
-        stored = redistribute(shards, self.parameters.moves(self.plan.optimizer, self.plan.params), mesh)
-        for param, shard, new in zip(params, shards, stored, strict=True):
-            if param is not shard:
-                param.copy_(new)
-        return [loss, norm, finite.to(torch.float32), bad]
 
     # --- parts of them --------------------------------------------------------------------------------------------
 
@@ -328,40 +301,6 @@ class Step:
         loss, count = self.model.loss(self.model.head(use("head", self.specs["head"]), x, ops), batch, ops)
         return loss, count  # type: ignore[return-value]
 
-    def _agree(self, loss: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return loss, norm and which coordinates had a non-finite loss, summed once over the mesh.
-
-        Collectives:
-            One all-reduce over the whole mesh (two where the norm is the largest element).
-        """
-        mesh, order = self.mesh, self.config.norm_order
-        at = dict(zip(mesh.axes, mesh.coordinate, strict=True))
-        # A gradient that several ranks hold alike counts on the first of them only.
-        owned = [
-            g
-            for name, g in zip(self.params, grads, strict=True)
-            if g.numel()
-            and not any(
-                isinstance(p, Replicate) and at[m]
-                for m, p in zip(mesh.axes, self.parameters.placements(self.plan.optimizer, name), strict=True)
-            )
-        ]
-        term = global_norm_terms(owned, order) if owned else torch.zeros((), dtype=loss.dtype, device=loss.device)
-        first = all(at[m] == 0 for m in mesh.axes if m not in self.plan.data_axes)
-        bad = torch.zeros(self.plan.coordinates, dtype=loss.dtype, device=loss.device)
-        bad[mesh.data_coordinate(self.plan.data_axes)] = torch.where(torch.isfinite(loss), 0.0, 1.0) * first
-        mine = loss if first else torch.zeros_like(loss)
-        # A max over ranks may lose a NaN (gloo's does), a sum does not: 0 where the term is finite, else NaN.
-        head = torch.stack([mine, (term * 0 if math.isinf(order) else term).to(loss.dtype)])
-        vector = torch.cat([head, bad])
-        everyone = mesh.groups.get(mesh.split_axes())
-        if everyone is not None:
-            vector = all_reduce(vector, "sum", everyone)
-            if math.isinf(order):
-                term = all_reduce(term.clone(), "max", everyone)
-        norm = term + vector[1] if math.isinf(order) else vector[1] if order == 1 else vector[1].pow(1 / order)
-        return vector[0], norm, vector[2:]
-
     def _ops(self, batch: Batch, key: Tensor | None) -> Ops:
         return Ops(self.mesh, self.plan.compute, key, batch.rows, self.config.dropout, record=self.record)
 
@@ -387,10 +326,6 @@ class Step:
 
     # --- layouts --------------------------------------------------------------------------------------------------
 
-    @property
-    def _slot_names(self) -> list[str]:
-        return list(self.optimizer.init(torch.zeros(0)))
-
     def _to_optimizer(self) -> list[Move]:
         return [
             Move(self.buffers[n], self.parameters.placements(self.plan.optimizer, n), p.shape)
@@ -408,7 +343,7 @@ class Step:
 
         return {
             "params": shards(self.plan.params),
-            "slots": [shard for shard in shards(self.plan.optimizer) for _ in self._slot_names],
+            "slots": [shard for shard in shards(self.plan.optimizer) for _ in self.updater.slot_names],
             "batch": Batch(tokens, tokens.clone(), torch.ones_like(tokens, dtype=torch.float32), rows),
             "inverse": torch.ones((), dtype=self.dtype, device=device),
             "key": torch.zeros((), dtype=torch.int64, device=device),
@@ -465,7 +400,7 @@ def make_step(
     for param in params.values():
         plan.params.check(param.names)
     placed = Parameters(params, plan, mesh, config.precision, torch.device(device))
-    return Step(model, specs, placed, optimizer, config, rate)
+    return Step(model, specs, placed, Updater(placed, optimizer, config.clip, config.norm_order), config, rate)
 
 
 def init_state(step: Step) -> State:
@@ -475,6 +410,6 @@ def init_state(step: Step) -> State:
     slots = {}
     for name in params:
         placements = parameters.placements(step.plan.optimizer, name)
-        values = step.optimizer.init(parameters.empty(name, placements))
+        values = step.updater.optimizer.init(parameters.empty(name, placements))
         slots[name] = {slot: parameters.wrap(name, value, placements) for slot, value in values.items()}
     return State(0, params, slots)

@@ -40,19 +40,20 @@ LEVELS = {
     # a model, a step of it, and its state
     "model": 4,
     "parameters": 5,
-    "step": 6,
-    "checkpoint": 7,
-    "config": 7,
+    "update": 6,
+    "step": 7,
+    "checkpoint": 8,
+    "config": 8,
     # what is done with a resolved run
-    "explain": 8,
-    "job": 8,
-    "sample": 8,
-    "watch": 9,
+    "explain": 9,
+    "job": 9,
+    "sample": 9,
+    "watch": 10,
     # commands
-    "train": 10,
-    "verify": 10,
+    "train": 11,
+    "verify": 11,
     # the public interface
-    "__init__": 11,
+    "__init__": 12,
 }
 
 # Calls that unpickle what comes from a file or from another rank.
