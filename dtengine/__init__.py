@@ -15,7 +15,7 @@ from dtengine.mesh import Mesh, build_mesh, parse_mesh
 from dtengine.model import Model, ModelConfig, Param, Tied, configure, load_model
 from dtengine.ops import Ops
 from dtengine.optim import LearningRate, Optimizer, adamw, sgd
-from dtengine.program import Program, trace
+from dtengine.program import Program
 from dtengine.ranks import launcher_environment, process_group
 from dtengine.shard import gather
 from dtengine.step import Metrics, State, Step, StepConfig, init_state, make_step
@@ -29,7 +29,7 @@ __all__ = [
     "Model", "ModelConfig", "Ops", "Param", "Tied", "configure", "load_model",
     # a step
     "LearningRate", "Metrics", "Optimizer", "Program", "State", "Step", "StepConfig", "adamw", "gather", "init_state",
-    "make_step", "sgd", "trace",
+    "make_step", "sgd",
     # data
     "IGNORE", "Batch", "BatchShape", "Corpus", "Loader", "Sequences", "heldout_batches", "load_corpus", "train_batches",
     # ranks and state

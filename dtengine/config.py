@@ -22,6 +22,8 @@ from dtengine.data import BatchShape
 from dtengine.layout import Plan, head_axis, make_plan
 from dtengine.mesh import parse_mesh
 from dtengine.model import Model, ModelConfig, configure, load_model, parameters
+from dtengine.passes import PASSES
+from dtengine.recompute import parse_saving
 from dtengine.step import StepConfig
 
 
@@ -113,10 +115,29 @@ class OptimizerOptions:
     """Largest global gradient norm; 0 clips nothing."""
     clip_order: Literal["1", "2", "inf"] = "2"
     """Order of that norm."""
-    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
-    """Compute dtype; parameters, gradients and optimizer state stay fp32 (fp64 with fp64)."""
     seed: int = 0
     """Of initial parameters, dropout, the order of sequences and the held-out split."""
+
+
+@dataclass(frozen=True)
+class ProgramOptions:
+    """How a step is computed: precision, memory, overlap."""
+
+    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
+    """Compute dtype; parameters, gradients and optimizer state stay fp32 (fp64 with fp64)."""
+    recompute: str = "none"
+    """What a block's backward computes again instead of keeping: none, full, selective (all but matrix products,
+    attention and collectives), or every-N (every N-th block in full)."""
+    activation_budget: float | None = None
+    """Share of their activations that blocks keep, such as 0.6; what is repeated is chosen by bytes and work."""
+    prefetch: int = 1
+    """Groups of blocks whose parameters are gathered ahead of the one that computes (fsdp); 0 overlaps nothing."""
+    bucket_mb: float = 25.0
+    """Whole blocks are gathered, and their gradients reduced, together until they have this size in MiB; 0: one by one."""
+    disable_pass: tuple[str, ...] = ()
+    """Passes over the step's graph that do not run; --passes names them."""
+    passes: bool = False
+    """Print what each pass over the step's graph did; then stop."""
     eager: bool = False
     """Run the step's functions untraced, for debugging; same bits, slower."""
 
@@ -166,6 +187,7 @@ class TrainOptions:
     model: Annotated[ModelOptions, OmitArgPrefixes] = field(default_factory=ModelOptions)
     batch: Annotated[BatchOptions, OmitArgPrefixes] = field(default_factory=BatchOptions)
     optimizer: Annotated[OptimizerOptions, OmitArgPrefixes] = field(default_factory=OptimizerOptions)
+    program: Annotated[ProgramOptions, OmitArgPrefixes] = field(default_factory=ProgramOptions)
     data: Annotated[DataOptions, OmitArgPrefixes] = field(default_factory=DataOptions)
     run: Annotated[RunOptions, OmitArgPrefixes] = field(default_factory=RunOptions)
 
@@ -206,6 +228,9 @@ def from_json(text: str) -> TrainOptions:
         groups = {}
         for group in dataclasses.fields(TrainOptions):
             kind = type(getattr(TrainOptions(), group.name))
+            if group.name not in stored:  # of an earlier version
+                groups[group.name] = kind()
+                continue
             known = {f.name for f in dataclasses.fields(kind)}
             values = {k: tuple(v) if isinstance(v, list) else v for k, v in stored[group.name].items() if k in known}
             groups[group.name] = kind(**values)
@@ -241,7 +266,12 @@ class Setup:
 
 
 def resolve(
-    mesh: MeshOptions, model: ModelOptions, batch: BatchOptions, optimizer: OptimizerOptions, **defaults: Any
+    mesh: MeshOptions,
+    model: ModelOptions,
+    batch: BatchOptions,
+    optimizer: OptimizerOptions,
+    program: ProgramOptions | None = None,
+    **defaults: Any,
 ) -> Setup:
     """Resolve options, or raise ValueError in one short message.
 
@@ -274,16 +304,29 @@ def resolve(
             )
     if optimizer.base_batch is not None and optimizer.base_batch < 1:
         raise ValueError(f"--base-batch {optimizer.base_batch}: a number of sequences, at least 1.")
+    program = program or ProgramOptions()
+    parse_saving(program.recompute, program.activation_budget)
+    for name in ("prefetch", "bucket_mb"):
+        if not 0 <= getattr(program, name) < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(program, name)}: must be at least 0, and finite.")
+    unknown = [name for name in program.disable_pass if name not in PASSES]
+    if unknown:
+        raise ValueError(f"--disable-pass {' '.join(unknown)}: no such pass. Use some of {', '.join(PASSES)}.")
     step = StepConfig(
         microbatch=shape.microbatch,
         seq=config.seq,
         microbatches=shape.microbatches,
-        precision=optimizer.precision,
+        precision=program.precision,
         clip=optimizer.clip,
         norm_order=float(optimizer.clip_order),
         dropout=config.dropout,
         seed=optimizer.seed,
-        eager=optimizer.eager,
+        eager=program.eager,
+        recompute=program.recompute,
+        activation_budget=program.activation_budget,
+        prefetch=program.prefetch,
+        bucket_mb=program.bucket_mb,
+        disable_pass=program.disable_pass,
     )
     return Setup(chosen, config, plan, global_batch, shape, step, tuple(_wasteful(plan, config, global_batch, shape)))
 

@@ -16,7 +16,7 @@ from dtengine.optim import sgd
 from dtengine.parameters import COMPUTE_DTYPES
 from dtengine.screens import bytes_text
 from dtengine.step import make_step
-from dtengine.torch_private import FakeTensorMode, fake_process_group
+from dtengine.torch_private import fake_process_group
 
 
 def explain(setup: Setup, console: Console) -> None:
@@ -47,10 +47,7 @@ def explain(setup: Setup, console: Console) -> None:
     with fake_process_group(plan.num_ranks):
         mesh = build_mesh(sizes)
         step = make_step(setup.model, setup.model_config, plan, mesh, sgd(), setup.step, lambda step: 0.0)
-        step.record = record
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            examples = step.examples()
-            step.evaluate_local(*(mode.from_tensor(t) for t in [*examples["params"], *examples["batch"]]))
+        step.record(record)
     console.print("\n[bold]Activations[/] of one microbatch; Partial is a sum that the next step completes")
     width = COMPUTE_DTYPES[setup.step.precision].itemsize
     for _, value in _once((key, v) for key, v in found.items()):

@@ -44,7 +44,7 @@ class Ops:
     Attributes:
         mesh: None for plain torch on one device.
         layout: the compute layout.
-        dropout_key: int64 tensor, the random key of this step, or None where dropout is off (evaluation).
+        dropout_key: int64 tensor, the random key of this step and place, or None where dropout is off (evaluation).
         rows: [batch] int64, each row's index in the step's global batch; dropout is keyed by it.
         dropout_rate: probability that an element is zeroed.
         site: name of the place in the model, part of each dropout's key.
@@ -61,7 +61,14 @@ class Ops:
 
     def at(self, site: str) -> "Ops":
         """Return the same operations for a named place inside this one."""
-        return replace(self, site=f"{self.site}.{site}" if self.site else site)
+        key = self.dropout_key if self.dropout_key is None else random.fold(random.key(site), self.dropout_key)
+        return replace(self, dropout_key=key, site=f"{self.site}.{site}" if self.site else site)
+
+    def for_part(
+        self, site: str, key: Tensor | None, rows: Tensor, record: Callable[[Recorded], None] | None = None
+    ) -> "Ops":
+        """Return the same operations for a part of the model whose dropout key is known."""
+        return replace(self, dropout_key=key, rows=rows, site=site, record=record)
 
     # --- operations on shards -----------------------------------------------------------------------------------
 
@@ -216,15 +223,14 @@ class Ops:
             return x
         assert self.rows is not None
         names = axes_of(axes)
-        site_key = random.key(f"{self.site}.{site}")
-        step_key = self.dropout_key
+        site_key = random.fold(random.key(site), self.dropout_key)
         sizes = x.shape[1:]
 
         def drop(x: Tensor, rows: Tensor, *indices: Tensor) -> Tensor:
             element = rows
             for size, index in zip(sizes, indices, strict=True):
                 element = element.unsqueeze(-1) * size + index
-            keep = random.keep_mask(random.fold(site_key, step_key), element, rate)
+            keep = random.keep_mask(site_key, element, rate)
             return torch.where(keep, x * (1.0 / (1.0 - rate)), 0.0)
 
         indices = [self.index(a, s, x.device) for a, s in zip(names[1:], sizes, strict=True)]

@@ -1,35 +1,40 @@
 """One training step, composed of programs.
 
-    accumulate   one microbatch: loss, and gradients in the layout of the gradient buffers
-    update       reduce the buffers, norm, clip, optimizer, parameters back to where they are stored
+    accumulate   a microbatch before the last: loss, gradients added into the buffers
+    step         the last microbatch, its gradients reduced to the optimizer's layout, norm, clip, optimizer
     evaluate     one held-out microbatch: loss and count
 
-Each is an ordinary function on local tensors; traced it becomes a Program, with ``eager=True`` it is called as it is.
-The step owns every scale: the summed token loss is divided once by the number of counted tokens of the whole global
-batch, and no accumulation or reduction rescales.
+``microbatch`` says what runs in which order; here it is recorded into programs, or with ``eager=True`` called as it is. The
+step owns every scale: the summed token loss is divided once by the number of counted tokens of the whole global batch, and
+no accumulation or reduction rescales.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
-from dtengine import random, trees
+from dtengine import random
 from dtengine.data import Batch
-from dtengine.layout import Layout, Placements, Plan, axes_of
+from dtengine.executors import EagerExecutor, GraphExecutor
+from dtengine.layout import Plan
 from dtengine.mesh import Mesh
-from dtengine.model import Model, ModelConfig, Param, Tied
+from dtengine.microbatch import Microbatch, make_order
+from dtengine.model import Model, ModelConfig, Param
 from dtengine.model import parameters as model_parameters
 from dtengine.ops import Ops, Recorded
 from dtengine.optim import Optimizer
 from dtengine.parameters import COMPUTE_DTYPES, Parameters
-from dtengine.parameters import use as use_parameters
-from dtengine.program import Program, check_collectives, count_collectives, trace
-from dtengine.shard import Move, redistribute, wrap
-from dtengine.torch_private import add_, all_reduce
+from dtengine.parts import PartFunctions, parts_of
+from dtengine.passes import Effect
+from dtengine.program import Program, check_collectives, collectives_of, count_collectives
+from dtengine.recompute import parse_saving
+from dtengine.torch_private import FakeTensorMode, all_gather_flat, all_reduce
 from dtengine.update import Updater
 
 
@@ -79,6 +84,12 @@ class StepConfig:
         dropout: probability in [0, 1).
         seed: of dropout and initial parameters.
         eager: run the functions untraced.
+        recompute: what blocks compute again in their backward: none, full, selective or every-N.
+        activation_budget: share of the activations that blocks keep; None for what ``recompute`` says.
+        prefetch: groups of blocks whose parameters are gathered ahead of the one that computes.
+        bucket_mb: parameters are gathered, and gradients reduced, by whole parts together until they have this size, in
+            units of 2^20 bytes.
+        disable_pass: names of passes that do not run.
     """
 
     microbatch: int
@@ -90,24 +101,32 @@ class StepConfig:
     dropout: float = 0.0
     seed: int = 0
     eager: bool = False
+    recompute: str = "none"
+    activation_budget: float | None = None
+    prefetch: int = 1
+    bucket_mb: float = 25.0
+    disable_pass: tuple[str, ...] = ()
 
 
 @dataclass
 class Step:
     """A training step bound to a mesh: ``state, metrics = step(state, batch)``.
 
-    Build it with ``make_step``. Programs are traced when they are first needed; ``prepare`` does it ahead.
+    Build it with ``make_step``. Programs are made when they are first needed; ``prepare`` does it ahead.
     """
 
-    model: Model
-    specs: Mapping[str, Any]
-    parameters: Parameters
+    functions: PartFunctions
+    microbatch: Microbatch
     updater: Updater
     config: StepConfig
     rate: Callable[[int], float]
     programs: dict[str, Callable[..., list[Tensor]]] = field(default_factory=dict)
-    buffers: dict[str, Placements] = field(default_factory=dict)  # placements of the gradient buffers
-    record: Callable[[Recorded], None] | None = None  # called with each activation of a trace
+    buffers: dict[int, Tensor] = field(default_factory=dict)  # flat, by number of the group that is reduced together
+
+    @property
+    def parameters(self) -> Parameters:
+        """Of the model, on their plan."""
+        return self.functions.parameters
 
     @property
     def params(self) -> dict[str, Param]:
@@ -134,6 +153,8 @@ class Step:
         """dtype of parameters, gradients and optimizer state."""
         return self.parameters.dtype
 
+    # --- what a caller does ---------------------------------------------------------------------------------------
+
     def __call__(
         self, state: State, batch: Batch | Sequence[Batch], count: float | None = None
     ) -> tuple[State, Metrics]:
@@ -153,41 +174,25 @@ class Step:
         if count is None:
             count = self.global_count(batches)
         self.prepare()
-        with torch.no_grad():
-            params = [p.to_local() for p in state.params.values()]
-            slots = [s.to_local() for name in state.params for s in state.slots[name].values()]
-        inverse = torch.tensor(1.0 / max(count, 1e-30), dtype=torch.float64).to(self.dtype).to(self.device)
-        key = random.fold(random.key(self.config.seed, "dropout"), torch.tensor(state.step)).to(self.device)
-        loss, buffers = self._accumulate_all(params, batches, inverse, key)
+        params, slots, loss, scalars = self._accumulated(state, batches, count)
         lr = self.rate(state.step)
         now = (torch.tensor(lr, dtype=torch.float64), torch.tensor(float(state.step + 1)))
-        loss, norm, finite, bad = self.programs["update"](*params, *slots, *buffers, loss, inverse, *now)
+        buffers = self.buffers.values()
+        loss, norm, finite, bad = self.programs["step"](*params, *slots, *batches[-1], *scalars, loss, *now, *buffers)
         return State(state.step + 1, state.params, state.slots), Metrics(loss, norm, finite, bad, lr)
 
     def gradients(self, state: State, batches: Sequence[Batch], count: float) -> dict[str, DTensor]:
         """Return the raw gradients of a step, reduced to the optimizer layout and not clipped; for tests and verify."""
         self.prepare()
-        params = [p.to_local() for p in state.params.values()]
-        inverse = torch.tensor(1.0 / count, dtype=torch.float64).to(self.dtype).to(self.device)
-        key = random.fold(random.key(self.config.seed, "dropout"), torch.tensor(state.step)).to(self.device)
-        _, buffers = self._accumulate_all(params, batches, inverse, key)
-        reduced = redistribute(buffers, self._to_optimizer(), self.mesh)
+        if "gradients" not in self.programs:
+            self._make("gradients")
+        params, _, _, scalars = self._accumulated(state, batches, count)
+        found = self.programs["gradients"](*params, *batches[-1], *scalars, *self.buffers.values())
+        layout = self.plan.optimizer
         return {
-            name: wrap(g, self.mesh, self.parameters.placements(self.plan.optimizer, name), self.params[name].shape)
-            for name, g in zip(self.params, reduced, strict=True)
+            name: self.parameters.wrap(name, g.clone(), self.parameters.placements(layout, name))
+            for name, g in zip(self.params, found, strict=True)
         }
-
-    def _accumulate_all(
-        self, params: list[Tensor], batches: Sequence[Batch], inverse: Tensor, key: Tensor
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Run every microbatch; return the summed local loss and the gradient buffers."""
-        loss, *buffers = self.programs["accumulate"](*params, *batches[0], inverse, key)
-        for batch in batches[1:]:
-            part, *grads = self.programs["accumulate"](*params, *batch, inverse, key)
-            with torch.inference_mode():
-                loss = loss + part
-                add_(buffers, grads)
-        return loss, buffers
 
     def evaluate(self, params: Mapping[str, DTensor], batches: Sequence[Batch]) -> tuple[float, float]:
         """Return (mean loss in nats per token, counted tokens) of held-out batches, the same on all ranks.
@@ -199,8 +204,7 @@ class Step:
         for batch in batches:
             name = f"evaluate {'x'.join(map(str, batch.tokens.shape))}"  # a program serves one shape
             if name not in self.programs:
-                self._compile(name, self.evaluate_local, [*local, *batch])
-                self._check(name)
+                self._make(name, batch)
             total += torch.stack(self.programs[name](*local, *batch)).to(torch.float64)
         total = self._over_data(total)
         return (total[0] / total[1]).item(), total[1].item()
@@ -215,167 +219,178 @@ class Step:
         return self._over_data(torch.as_tensor(local, dtype=torch.float64, device=self.device).reshape(1)).item()
 
     def prepare(self) -> None:
-        """Trace the programs of a step and compare their collectives over all ranks, where that was not done yet."""
-        if "update" in self.programs:
+        """Make the programs of a step and compare their collectives over all ranks, where that was not done yet."""
+        if "step" in self.programs:
             return
-        examples = self.examples()
-        params, batch, inverse, key = examples["params"], examples["batch"], examples["inverse"], examples["key"]
-        self._compile("accumulate", self._accumulate, [*params, *batch, inverse, key])
-        if self.config.eager:  # the layout of the buffers is what an accumulation gives
-            with torch.no_grad():
-                self._accumulate(*params, *batch, inverse, key)
-        buffers = [self.parameters.empty(name, placements) for name, placements in self.buffers.items()]
-        now = (torch.tensor(0.0, dtype=torch.float64), torch.tensor(1.0))
-        loss = torch.zeros((), dtype=self.dtype, device=self.device)
-        self._compile("update", self._update, [*params, *examples["slots"], *buffers, loss, inverse, *now])
-        self._check("accumulate", "update")
+        if self.config.microbatches > 1:
+            self._make("accumulate")
+        self._make("step")
 
     def collectives(self) -> dict[str, dict[str, int]]:
         """Return {mesh axes: {operation: count}} of one step."""
-        times = {"accumulate": self.config.microbatches, "update": 1}
+        times = {"accumulate": self.config.microbatches - 1, "step": 1}
         programs = [(p, times[n]) for n, p in self.programs.items() if isinstance(p, Program) and n in times]
         return count_collectives(programs)
 
+    def record(self, record: Callable[[Recorded], None]) -> None:
+        """Run a forward pass on fake tensors and report each value that an operation made."""
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+            examples = self._examples()
+            fakes = {name: [mode.from_tensor(t) for t in tensors] for name, tensors in examples.items()}
+            functions = PartFunctions(self.functions.model, self.parameters, self.functions.ops, record=record)
+            run = EagerExecutor(functions, parse_saving("none", None))
+            params = dict(zip(self.params, fakes["params"], strict=True))
+            Microbatch(self.microbatch.order, functions, False).evaluate(run, params, fakes["batch"])
+
+    @property
+    def effects(self) -> list[Effect]:
+        """What each pass did to each graph."""
+        return self._executor.effects
+
     # --- the functions that become programs -----------------------------------------------------------------------
 
-    def _accumulate(self, *tensors: Tensor) -> list[Tensor]:
-        """(parameters, batch, 1/count, dropout key) -> [local summed loss, gradients in the buffers' layout]."""
-        params, batch, (inverse, key) = self._unpack(tensors)
-        sink: dict[str, DTensor] = {}
-        with torch.enable_grad():
-            token = torch.zeros((), device=self.device, requires_grad=True)
-            loss, _ = self._loss(params, batch, self._ops(batch, key), sink, token)
-            local = loss.to_local()
-            # The objective is the mean over the global batch; every rank starts from its own term of it.
-            objective = _LocalLoss.apply(loss, self.mesh) * inverse  # type: ignore[operator]
-            torch.autograd.grad(objective, token)
-        for name in self.params:
-            if name not in sink:  # a part that uses none of its parameters
-                placements = self.parameters.placements(self.plan.grads, name)
-                sink[name] = self.parameters.wrap(name, self.parameters.empty(name, placements).zero_(), placements)
-        self.buffers.clear()
-        self.buffers.update({name: tuple(sink[name].placements) for name in self.params})
-        return [local.detach(), *(sink[name].to_local() for name in self.params)]
-
-    def _update(self, *tensors: Tensor) -> list[Tensor]:
-        """(parameters, slots, buffers, loss, 1/count, lr, update number) -> [loss, norm, finite, bad_data]."""
-        names = list(self.params)
-        rest = iter(tensors)
-        params = [next(rest) for _ in names]
-        slots = [{slot: next(rest) for slot in self.updater.slot_names} for _ in names]
-        buffers = [next(rest) for _ in names]
-        loss, inverse, lr, number = rest
-        grads = redistribute(buffers, self._to_optimizer(), self.mesh)
-        return self.updater(params, slots, grads, loss * inverse, lr, number)
-
-    def evaluate_local(self, *tensors: Tensor) -> list[Tensor]:
-        """(parameters, batch) -> [this coordinate's summed loss, its count]."""
-        params, batch, _ = self._unpack(tensors)
+    def _accumulated(
+        self, state: State, batches: Sequence[Batch], count: float
+    ) -> tuple[list[Tensor], list[Tensor], Tensor, list[Tensor]]:
+        """Run all microbatches but the last; return (parameters, slots, summed loss so far, [seed, dropout key])."""
         with torch.no_grad():
-            loss, count = self._loss(params, batch, self._ops(batch, None), {}, None)
-        return [loss.to_local(), count.to_local()]
+            params = [p.to_local() for p in state.params.values()]
+            slots = [s.to_local() for name in state.params for s in state.slots[name].values()]
+        inverse = torch.tensor(1.0 / max(count, 1e-30), dtype=torch.float64).to(self.dtype).to(self.device)
+        key = random.fold(random.key(self.config.seed, "dropout"), torch.tensor(state.step)).to(self.device)
+        loss = torch.zeros((), dtype=self.dtype, device=self.device)
+        with torch.inference_mode():
+            for flat in self.buffers.values():
+                flat.zero_()
+        for batch in batches[:-1]:
+            loss = self.programs["accumulate"](*params, *batch, inverse, key, loss, *self.buffers.values())[0]
+        return params, slots, loss, [inverse, key]
+
+    def _run(self, run: Any, program: str, inputs: Mapping[str, list], buffer: Callable[[int, int], Any]) -> list:
+        """Run what a program consists of.
+
+        Args:
+            run: the executor.
+            program: "accumulate", "step", "gradients" or "evaluate ...".
+            inputs: {"params", "slots", "batch", "scalars": [seed, key, loss, lr, number]}; those that it needs.
+            buffer: gives a group's flat accumulation buffer, by its number and size.
+        """
+        params = dict(zip(self.params, inputs["params"], strict=True))
+        batch = inputs["batch"]
+        if program.startswith("evaluate"):
+            return self.microbatch.evaluate(run, params, batch)
+        seed, key, *rest = inputs["scalars"]
+        last = program != "accumulate"
+        buffers = buffer if self.config.microbatches > 1 else None
+        loss, grads = self.microbatch.train(run, params, batch, key, seed, buffers, last=last)
+        if program == "gradients":
+            return [grads[n] for n in self.params]
+        so_far, *now = rest
+        if program == "accumulate":
+            return run.call(("add",), lambda a, b: [a + b], [so_far, loss])
+        names, slot_names = list(self.params), self.updater.slot_names
+
+        def update(*tensors: Tensor) -> list[Tensor]:
+            rest = iter(tensors)
+            params = [next(rest) for _ in names]
+            slots = [{slot: next(rest) for slot in slot_names} for _ in names]
+            grads = [next(rest) for _ in names]
+            seed, so_far, loss, lr, number = rest
+            return self.updater(params, slots, grads, (so_far + loss) * seed, lr, number)
+
+        scalars = [seed, so_far, loss, *now]
+        return run.call(
+            ("update",), update, [*inputs["params"], *inputs["slots"], *(grads[n] for n in names), *scalars]
+        )
+
+    def _make(self, name: str, batch: Batch | None = None) -> None:
+        """Make a program, and compare its collectives over all ranks."""
+        groups = [g for g in ("params", "slots", "batch", "scalars") if g in _INPUTS[name.split()[0]]]
+        num_scalars = {"step": 5, "accumulate": 3, "gradients": 2}.get(name, 0)
+        examples = self._examples(batch)
+        examples["scalars"] = examples["scalars"][:num_scalars]
+        if self.config.eager:
+
+            def untraced(*tensors: Tensor) -> list[Tensor]:
+                rest = iter(tensors)
+                inputs = {g: [next(rest) for _ in examples[g]] for g in groups}
+                with torch.no_grad():
+                    return self._run(EagerExecutor(self.functions, self._saving), name, inputs, self._buffer)
+
+            self.programs[name] = untraced
+            return
+        run = self._executor
+        run.begin()
+        inputs = {g: [run.placeholder(f"{g}_{i}", t) for i, t in enumerate(examples[g])] for g in groups}
+        outputs = self._run(run, name, inputs, lambda g, size: run.placeholder(f"buffer_{g}", self._buffer(g, size)))
+        module = run.end(name, outputs)
+        program = Program(name, module, tuple(collectives_of(module.graph, self.mesh)))
+        self.programs[name] = program
+        check_collectives([program], self.mesh)
 
     # --- parts of them --------------------------------------------------------------------------------------------
 
-    def _loss(
-        self, params: list[Tensor], batch: Batch, ops: Ops, sink: dict[str, DTensor], token: Tensor | None
-    ) -> tuple[DTensor, DTensor]:
-        """Compose the model's parts; each part's parameters are moved to the compute layout where it begins."""
-        locals_ = dict(zip(self.params, params, strict=True))
-        used: dict[str, DTensor] = {}
+    @cached_property
+    def _saving(self) -> Any:
+        return parse_saving(self.config.recompute, self.config.activation_budget)
 
-        def use(prefix: str, tree: Any) -> Any:
-            flat = {f"{prefix}.{n}": leaf for n, leaf in trees.leaves(tree)}
-            own = [n for n, leaf in flat.items() if isinstance(leaf, Param)]
-            tied = [leaf.name for leaf in flat.values() if isinstance(leaf, Tied) and leaf.name not in used]
-            names = [n for n in dict.fromkeys(own + tied) if n not in used]
-            if names:
-                moved = use_parameters(self.parameters, names, [locals_[n] for n in names], sink, token)
-                used.update(zip(names, moved, strict=True))
-            return trees.map_named(lambda n, leaf: used[leaf.name if isinstance(leaf, Tied) else n], tree, prefix)
+    @cached_property
+    def _executor(self) -> GraphExecutor:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        return GraphExecutor(self.functions, self._saving, mode, self._agree, self.config.disable_pass)
 
-        x = self.model.embed(use("embed", self.specs["embed"]), batch, ops.at("embed"))
-        for i, block in enumerate(self.specs["blocks"]):
-            x = self.model.block(use(f"blocks.{i}", block), x, ops.at(f"blocks.{i}"))
-        ops = ops.at("head")
-        loss, count = self.model.loss(self.model.head(use("head", self.specs["head"]), x, ops), batch, ops)
-        return loss, count  # type: ignore[return-value]
+    def _agree(self, flags: list[bool]) -> list[bool]:
+        """Return for each flag whether it is set on any rank."""
+        everyone = self.mesh.groups.get(self.mesh.split_axes())
+        if everyone is None or dist.get_backend() == "fake":
+            return flags
+        mine = torch.tensor(flags, dtype=torch.int64, device=self.device)
+        table = all_gather_flat(mine, self.mesh.num_ranks, everyone).view(self.mesh.num_ranks, -1)
+        return table.any(0).tolist()
 
-    def _ops(self, batch: Batch, key: Tensor | None) -> Ops:
-        return Ops(self.mesh, self.plan.compute, key, batch.rows, self.config.dropout, record=self.record)
+    def _buffer(self, group: int, size: int) -> Tensor:
+        """Return the flat accumulation buffer of a group."""
+        if group not in self.buffers:
+            self.buffers[group] = torch.zeros(size, dtype=self.dtype, device=self.device)
+        return self.buffers[group]
 
     def _over_data(self, values: Tensor) -> Tensor:
         """Sum over the data-parallel coordinates."""
         group = self.mesh.groups.get(tuple(a for a in self.mesh.split_axes() if a in self.plan.data_axes))
         return values if group is None else all_reduce(values.clone(), "sum", group)
 
-    def _unpack(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Batch, Sequence[Tensor]]:
-        """Split (parameters, batch, the rest) and wrap the batch as the compute layout says."""
-        n = len(self.params)
-        tokens, targets, weights, rows = tensors[n : n + 4]
-        shape = (tokens.shape[0] * self.plan.coordinates, tokens.shape[1])
-        compute, sizes = self.plan.compute, self.mesh.sizes
-        two, one = compute.placements(axes_of("batch seq"), sizes), compute.placements(("batch",), sizes)
-        batch = Batch(
-            wrap(tokens, self.mesh, two, shape),
-            wrap(targets, self.mesh, two, shape),
-            wrap(weights, self.mesh, two, shape),
-            wrap(rows, self.mesh, one, shape[:1]),
-        )
-        return list(tensors[:n]), batch, tensors[n + 4 :]
-
-    # --- layouts --------------------------------------------------------------------------------------------------
-
-    def _to_optimizer(self) -> list[Move]:
-        return [
-            Move(self.buffers[n], self.parameters.placements(self.plan.optimizer, n), p.shape)
-            for n, p in self.params.items()
-        ]
-
-    def examples(self) -> dict[str, Any]:
-        """Return tensors of the shapes and dtypes that the programs are traced for."""
+    def _examples(self, batch: Batch | None = None) -> dict[str, list[Tensor]]:
+        """Return tensors of the shapes and dtypes that programs are traced for, by group of inputs."""
         config, device, parameters = self.config, self.device, self.parameters
-        tokens = torch.zeros(config.microbatch, config.seq, dtype=torch.int64, device=device)
-        rows = torch.zeros(config.microbatch, dtype=torch.int64, device=device)
+        tokens = torch.empty(config.microbatch, config.seq, dtype=torch.int64, device=device)
+        if batch is None:
+            weights, rows = torch.empty_like(tokens, dtype=torch.float32), tokens[:, 0].contiguous()
+            batch = Batch(tokens, torch.empty_like(tokens), weights, rows)
+        scalar = torch.empty((), dtype=self.dtype, device=device)
 
-        def shards(layout: Layout) -> list[Tensor]:
+        def shards(layout: Any) -> list[Tensor]:
             return [parameters.empty(name, parameters.placements(layout, name)) for name in self.params]
 
         return {
             "params": shards(self.plan.params),
             "slots": [shard for shard in shards(self.plan.optimizer) for _ in self.updater.slot_names],
-            "batch": Batch(tokens, tokens.clone(), torch.ones_like(tokens, dtype=torch.float32), rows),
-            "inverse": torch.ones((), dtype=self.dtype, device=device),
-            "key": torch.zeros((), dtype=torch.int64, device=device),
+            "batch": list(batch),
+            "scalars": [
+                scalar,
+                torch.empty((), dtype=torch.int64, device=device),
+                scalar,
+                torch.empty((), dtype=torch.float64),
+                torch.empty(()),
+            ],
         }
 
-    def _check(self, *names: str) -> None:
-        """Compare the collectives of traced programs over all ranks."""
-        check_collectives([p for n in names if isinstance(p := self.programs[n], Program)], self.mesh)
 
-    def _compile(self, name: str, function: Callable[..., list[Tensor]], examples: Sequence[Tensor]) -> None:
-        if self.config.eager:
-
-            def untraced(*tensors: Tensor) -> list[Tensor]:
-                with torch.no_grad():
-                    return function(*tensors)
-
-            self.programs[name] = untraced
-        else:
-            self.programs[name] = trace(name, function, examples, self.mesh)
-
-
-class _LocalLoss(torch.autograd.Function):
-    """The local term of a loss that is Partial over the data axes; its gradient starts Replicate."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: DTensor, mesh: Mesh) -> Tensor:
-        ctx.mesh = mesh
-        return loss.to_local()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return wrap(grad, ctx.mesh, tuple(Replicate() for _ in ctx.mesh.axes), ()), None
+_INPUTS = {
+    "accumulate": ("params", "batch", "scalars"),
+    "step": ("params", "slots", "batch", "scalars"),
+    "gradients": ("params", "batch", "scalars"),
+    "evaluate": ("params", "batch"),
+}
 
 
 def make_step(
@@ -391,16 +406,21 @@ def make_step(
     """Bind a model, a plan, an optimizer and a learning rate, a function of the step, to a mesh.
 
     Raises:
-        ValueError: specs that do not fit the contract, unknown axes, or an unknown precision.
+        ValueError: specs that do not fit the contract, unknown axes, or an unknown precision or recompute mode.
     """
     if config.precision not in COMPUTE_DTYPES:
         raise ValueError(f"--precision {config.precision}: use one of {', '.join(COMPUTE_DTYPES)}.")
+    parse_saving(config.recompute, config.activation_budget)
     specs = model.specs(model_config)
     params = model_parameters(specs)
     for param in params.values():
         plan.params.check(param.names)
     placed = Parameters(params, plan, mesh, config.precision, torch.device(device))
-    return Step(model, specs, placed, Updater(placed, optimizer, config.clip, config.norm_order), config, rate)
+    ops = Ops(mesh, plan.compute, dropout_rate=config.dropout)
+    functions = PartFunctions(model, placed, ops)
+    order = make_order(parts_of(specs, params), placed, config.bucket_mb, config.prefetch)
+    microbatch = Microbatch(order, functions, config.dropout > 0)
+    return Step(functions, microbatch, Updater(placed, optimizer, config.clip, config.norm_order), config, rate)
 
 
 def init_state(step: Step) -> State:

@@ -26,6 +26,7 @@ __all__ = [
     "fused_adamw_",
     "make_fx",
     "norms",
+    "onednn_matmul",
     "preload",
     "reduce_scatter",
     "scale",
@@ -49,6 +50,10 @@ def schema_of(node: fx.Node) -> torch.FunctionSchema | None:
 _collectives = torch.ops._c10d_functional
 COLLECTIVES = "_c10d_functional"  # their namespace
 WAIT = _collectives.wait_tensor.default
+
+
+# On CPUs, oneDNN's product of an input and a transposed weight, as Inductor calls it; public: none yet.
+onednn_matmul = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
 
 
 def preload() -> None:

@@ -25,7 +25,17 @@ from tyro.conf import OmitArgPrefixes
 
 from dtengine import launch, optim, random, ranks
 from dtengine.checkpoint import replicas_equal
-from dtengine.config import BatchOptions, MeshOptions, ModelOptions, OptimizerOptions, Setup, fail, parse, resolve
+from dtengine.config import (
+    BatchOptions,
+    MeshOptions,
+    ModelOptions,
+    OptimizerOptions,
+    ProgramOptions,
+    Setup,
+    fail,
+    parse,
+    resolve,
+)
 from dtengine.data import IGNORE, Batch, rows_of
 from dtengine.mesh import Mesh, build_mesh
 from dtengine.model import forward, parameters
@@ -67,8 +77,11 @@ class VerifyOptions:
     batch: Annotated[BatchOptions, OmitArgPrefixes] = field(default_factory=BatchOptions)
     optimizer: Annotated[OptimizerOptions, OmitArgPrefixes] = field(
         default_factory=lambda: OptimizerOptions(
-            steps=3, optimizer="sgd", lr=1.0, warmup=0, lr_decay="none", weight_decay=0.0, clip=0.1, precision="fp64"
+            steps=3, optimizer="sgd", lr=1.0, warmup=0, lr_decay="none", weight_decay=0.0, clip=0.1
         )
+    )
+    program: Annotated[ProgramOptions, OmitArgPrefixes] = field(
+        default_factory=lambda: ProgramOptions(precision="fp64")
     )
 
 
@@ -224,7 +237,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = shlex.join(["python", "-m", "dtengine.verify", *(a for a in arguments if a != "--json")])
     try:
         note_unused(options)
-        setup = resolve(options.mesh, options.model, options.batch, options.optimizer, global_batch=7, **DEFAULTS)
+        setup = resolve(
+            options.mesh, options.model, options.batch, options.optimizer, options.program, global_batch=7, **DEFAULTS
+        )
         tolerance = options.check.tolerance
         if tolerance is not None and not (math.isfinite(tolerance) and tolerance >= 0):
             raise ValueError(f"--tolerance {tolerance}: must be a number of at least 0.")

@@ -14,6 +14,7 @@ from dtengine.config import (
     MeshOptions,
     ModelOptions,
     OptimizerOptions,
+    ProgramOptions,
     TrainOptions,
     from_json,
     new_run_dir,
@@ -34,12 +35,19 @@ def flat(options: TrainOptions) -> dict:
     return {k: v for group in dataclasses.asdict(options).values() for k, v in group.items()}
 
 
-def setup(mesh: dict | None = None, model: dict | None = None, batch: dict | None = None, **optimizer) -> config.Setup:
+def setup(
+    mesh: dict | None = None,
+    model: dict | None = None,
+    batch: dict | None = None,
+    program: dict | None = None,
+    **optimizer,
+) -> config.Setup:
     return resolve(
         MeshOptions(**mesh or {}),
         ModelOptions(**model or {}),
         BatchOptions(**batch or {}),
         OptimizerOptions(**optimizer),
+        ProgramOptions(**program or {}),
         **SMALL,
     )
 
@@ -82,6 +90,12 @@ OPTIONS = {
     "--clip-order": ("inf", "clip_order", "inf"),
     "--precision": ("bf16", "precision", "bf16"),
     "--seed": ("3", "seed", 3),
+    "--recompute": ("every-2", "recompute", "every-2"),
+    "--activation-budget": ("0.6", "activation_budget", 0.6),
+    "--prefetch": ("2", "prefetch", 2),
+    "--bucket-mb": ("0", "bucket_mb", 0.0),
+    "--disable-pass": ("fill-buckets", "disable_pass", ("fill-buckets",)),
+    "--passes": (None, "passes", True),
     "--eager": (None, "eager", True),
     "--data": ("a.txt", "data", ("a.txt",)),
     "--heldout-fraction": ("0.1", "heldout_fraction", 0.1),
@@ -317,7 +331,9 @@ def test_what_is_not_given_comes_from_the_size_then_the_model_then_the_command()
 
 def test_a_setup_holds_what_shapes_the_step():
     """The step gets its microbatch, sequence, precision, clipping, dropout and seed from the options."""
-    made = setup({"mesh": "2x2"}, {"dropout": 0.1}, {"microbatches": 2}, clip=0.5, clip_order="inf", seed=7, eager=True)
+    made = setup(
+        {"mesh": "2x2"}, {"dropout": 0.1}, {"microbatches": 2}, {"eager": True}, clip=0.5, clip_order="inf", seed=7
+    )
     step = made.step
     assert (step.microbatch, step.microbatches, step.seq) == (1, 2, 6)
     assert (step.clip, step.norm_order, step.dropout, step.seed, step.eager) == (0.5, float("inf"), 0.1, 7, True)

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from torch.distributed.tensor import Replicate, Shard
 
-from dtengine.config import BatchOptions, MeshOptions, ModelOptions, OptimizerOptions, Setup, resolve
+from dtengine.config import BatchOptions, MeshOptions, ModelOptions, OptimizerOptions, ProgramOptions, Setup, resolve
 from dtengine.explain import explain
 from dtengine.layout import Layout
 from dtengine.model import parameters
@@ -84,8 +84,9 @@ def show(setup: Setup) -> tuple[str, list[Heading], list[Heading]]:
 
 
 def make(mesh: str, plan: str, model: str, precision: str = "fp32", **sizes) -> Setup:
-    options = OptimizerOptions(precision=precision)  # type: ignore[arg-type]
-    return resolve(MeshOptions(mesh, plan), ModelOptions(model), BatchOptions(), options, **SMALL | sizes)  # type: ignore[arg-type]
+    options = ProgramOptions(precision=precision)  # type: ignore[arg-type]
+    where = MeshOptions(mesh, plan)  # type: ignore[arg-type]
+    return resolve(where, ModelOptions(model), BatchOptions(), OptimizerOptions(), options, **SMALL | sizes)
 
 
 @cache

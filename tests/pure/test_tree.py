@@ -34,26 +34,31 @@ LEVELS = {
     # tensors on a mesh, and what a run shows
     "data": 2,
     "monitor": 2,
-    "program": 2,
+    "passes": 2,
     "shard": 2,
     "ops": 3,
+    "program": 3,
     # a model, a step of it, and its state
     "model": 4,
     "parameters": 5,
+    "parts": 6,
     "update": 6,
-    "step": 7,
-    "checkpoint": 8,
-    "config": 8,
+    "recompute": 7,
+    "executors": 8,
+    "microbatch": 9,
+    "step": 10,
+    "checkpoint": 11,
+    "config": 11,
     # what is done with a resolved run
-    "explain": 9,
-    "job": 9,
-    "sample": 9,
-    "watch": 10,
+    "explain": 12,
+    "job": 12,
+    "sample": 12,
+    "watch": 13,
     # commands
-    "train": 11,
-    "verify": 11,
+    "train": 14,
+    "verify": 14,
     # the public interface
-    "__init__": 12,
+    "__init__": 15,
 }
 
 # Calls that unpickle what comes from a file or from another rank.

@@ -36,10 +36,10 @@ from dtengine.models import gpt
 from dtengine.ops import Ops
 from dtengine.optim import adamw, sgd
 from dtengine.parameters import init_param
-from dtengine.program import Program, check_collectives, trace
+from dtengine.program import Program, check_collectives, collectives_of
 from dtengine.shard import Move, gather, redistribute, take, wrap
 from dtengine.step import State, init_state, make_step
-from dtengine.torch_private import all_reduce
+from dtengine.torch_private import FakeTensorMode, all_reduce, make_fx
 from dtengine.verify import (
     Trained,
     VerifyOptions,
@@ -322,10 +322,10 @@ def run_poisoned(
     accumulate = step.programs["accumulate"]
 
     def with_bad_gradient(*tensors: Tensor) -> list[Tensor]:
-        loss, *grads = accumulate(*tensors)
+        (loss,) = accumulate(*tensors)
         with torch.inference_mode():
-            next(g for g in grads if g.numel()).view(-1)[0] = value
-        return [loss, *grads]
+            next(flat for flat in step.buffers.values() if flat.numel())[0] = value
+        return [loss]
 
     finite, bad, changed = [], [], []
     for number in range(3):
@@ -374,7 +374,7 @@ def test_c36_a_non_finite_gradient_is_skipped_by_all(
     """C36: with a finite loss, one non-finite element of a gradient on rank 3 alone makes all ranks skip, for any order
     of the norm, clipped or not."""
     for clip in (0.1, 0.0):
-        options = case(L, mesh, plan, layers=1, clip_order=order, clip=clip)
+        options = case(L, mesh, plan, layers=1, clip_order=order, clip=clip, microbatches=2)
         good = [0.0] * setup_of(options).plan.coordinates
         for finite, bad, changed in pool.run(4, run_poisoned, options, "sgd", value, "gradient"):
             assert finite == [1.0, 0.0, 1.0]
@@ -419,6 +419,7 @@ def counts_of(pool: Pool, options: VerifyOptions) -> dict[str, dict[str, int]]:
 
 LAYERS, PASSES = 3, 2
 PARTS = LAYERS + 2  # embed, each block, head
+GATHERS = PARTS + LAYERS - 1  # each part, and blocks but the last once more for their backward
 BLOCKS = 4 * LAYERS  # attention and MLP, forward and backward
 
 
@@ -426,16 +427,16 @@ BLOCKS = 4 * LAYERS  # attention and MLP, forward and backward
 @pytest.mark.parametrize(
     ("mesh", "plan", "sp", "expected"),
     [
-        # one gather and one reduce-scatter for each part and pass; one sum of loss and norm over the world
+        # a gather and a reduce-scatter for each part and pass; one sum of loss and norm over the world
         (
             "dp=2",
             "fsdp",
             True,
-            {"dp": {"all_gather": PARTS * PASSES, "reduce_scatter": PARTS * PASSES, "all_reduce": 1}},
+            {"dp": {"all_gather": GATHERS * PASSES, "reduce_scatter": PARTS * PASSES, "all_reduce": 1}},
         ),
         # gradients once a step, whatever the passes
-        ("dp=2", "ddp", True, {"dp": {"all_reduce": 2}}),
-        ("dp=2", "zero1", True, {"dp": {"reduce_scatter": 1, "all_gather": 1, "all_reduce": 1}}),
+        ("dp=2", "ddp", True, {"dp": {"all_reduce": PARTS + 1}}),
+        ("dp=2", "zero1", True, {"dp": {"reduce_scatter": PARTS, "all_gather": 1, "all_reduce": 1}}),
         ("dp=2", "zero2", True, {"dp": {"reduce_scatter": PARTS * PASSES, "all_gather": 1, "all_reduce": 1}}),
         # hsdp: replicas sum their gradients once a step
         (
@@ -443,13 +444,13 @@ BLOCKS = 4 * LAYERS  # attention and MLP, forward and backward
             "fsdp",
             True,
             {
-                "dp": {"all_gather": PARTS * PASSES, "reduce_scatter": PARTS * PASSES},
-                "rep": {"all_reduce": 1},
+                "dp": {"all_gather": GATHERS * PASSES, "reduce_scatter": PARTS * PASSES},
+                "rep": {"all_reduce": PARTS},
                 "rep+dp": {"all_reduce": 1},
             },
         ),
         # sequence parallel: 2 and 2 in each block, each way; embedding and head one of each; 2 for the loss; the norms'
-        # gradients and the sum of loss and norm once a step
+        # gradients (of each block and the head) and the sum of loss and norm once a step
         (
             "tp=2",
             "ddp",
@@ -458,7 +459,7 @@ BLOCKS = 4 * LAYERS  # attention and MLP, forward and backward
                 "tp": {
                     "all_gather": (BLOCKS + 2) * PASSES,
                     "reduce_scatter": (BLOCKS + 2) * PASSES,
-                    "all_reduce": 2 * PASSES + 2,
+                    "all_reduce": 2 * PASSES + LAYERS + 2,
                 }
             },
         ),
@@ -469,7 +470,7 @@ BLOCKS = 4 * LAYERS  # attention and MLP, forward and backward
             "fsdp",
             False,
             {
-                "dp": {"all_gather": PARTS * PASSES, "reduce_scatter": PARTS * PASSES},
+                "dp": {"all_gather": GATHERS * PASSES, "reduce_scatter": PARTS * PASSES},
                 "tp": {"all_reduce": (BLOCKS + 4) * PASSES},
                 "dp+tp": {"all_reduce": 1},
             },
@@ -480,11 +481,39 @@ BLOCKS = 4 * LAYERS  # attention and MLP, forward and backward
 def test_collectives_are_what_the_layout_asks_for(
     pool: Pool, mesh: str, plan: str, sp: bool, expected: dict[str, dict[str, int]], of: dict[str, Any]
 ) -> None:
-    """A step issues the collectives that its layouts ask for and no other, for G with 16 parameters in a block as for L
-    with 9."""
-    if of is G and mesh == "dp=2,tp=2":  # tp takes the one dim of the MLP's bias, so dp holds it alike and sums it once
-        expected = {**expected, "dp": {**expected["dp"], "all_reduce": 1}}
-    assert counts_of(pool, case(of, mesh, plan, sp=sp, layers=LAYERS, microbatches=PASSES, clip=0.1)) == expected
+    """With a bucket for each part, a step issues the collectives that its layouts ask for and no other, for G with 16
+    parameters in a block as for L with 9."""
+    if of is G and mesh == "tp=2" and sp:  # its positions are summed over the split sequence
+        expected = {"tp": {**expected["tp"], "all_reduce": expected["tp"]["all_reduce"] + 1}}
+    if of is G and mesh == "dp=2,tp=2":  # tp takes the one dim of the MLP's bias, so dp holds it alike and sums it
+        expected = {**expected, "dp": {**expected["dp"], "all_reduce": LAYERS}}
+    options = case(of, mesh, plan, sp=sp, layers=LAYERS, microbatches=PASSES, clip=0.1, bucket_mb=0.0)
+    assert counts_of(pool, options) == expected
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_small_parts_share_a_collective(pool: Pool, plan: str) -> None:
+    """A model smaller than a bucket is gathered once and reduced once in each pass, ddp and zero1 once a step."""
+    passes = {"ddp": 1, "zero1": 1}.get(plan, PASSES)
+    counts = counts_of(pool, case(L, "dp=2", plan, layers=LAYERS, microbatches=PASSES))
+    reduction = "all_reduce" if plan == "ddp" else "reduce_scatter"
+    expected = {reduction: passes, "all_gather": PASSES if plan == "fsdp" else int(plan != "ddp")}
+    expected["all_reduce"] = expected.get("all_reduce", 0) + 1
+    assert counts == {"dp": {name: n for name, n in expected.items() if n}}
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_recompute_repeats_no_collective_that_is_not_read(pool: Pool, mode: str) -> None:
+    """With everything recomputed, a block repeats its gathers and the reduce-scatter between attention and MLP, not the
+    one behind them; selective recompute repeats none."""
+    plain = counts_of(pool, case(L, "tp=2", "ddp", layers=LAYERS))["tp"]
+    again = counts_of(pool, case(L, "tp=2", "ddp", layers=LAYERS, recompute=mode))["tp"]
+    more = LAYERS if mode == "full" else 0
+    assert again == {
+        "all_gather": plain["all_gather"] + 2 * more,
+        "reduce_scatter": plain["reduce_scatter"] + more,
+        "all_reduce": plain["all_reduce"],
+    }
 
 
 def test_ddp_reduces_gradients_once(pool: Pool) -> None:
@@ -504,8 +533,9 @@ def run_disagreement(rank: int, kind: str) -> str:
         x = all_reduce(x[:size].clone(), "sum", mesh.groups[axes])
         return [all_reduce(x.clone(), "sum", mesh.groups[("tp",)]) if kind == "more" and rank == 1 else x]
 
-    program = trace("f", function, [torch.zeros(4)], mesh)
-    assert isinstance(program, Program)
+    with FakeTensorMode() as mode:
+        module = make_fx(function)(mode.from_tensor(torch.zeros(4)))
+    program = Program("f", module, tuple(collectives_of(module.graph, mesh)))
     try:
         check_collectives([program], mesh)
     except RuntimeError as error:

@@ -32,6 +32,7 @@ from dtengine.model import Model, ModelConfig, Param, Tied, parameters
 from dtengine.ops import Ops
 from dtengine.optim import sgd
 from dtengine.parameters import init_param
+from dtengine.passes import PASSES
 from dtengine.program import Program
 from dtengine.shard import gather, wrap
 from dtengine.step import Step, init_state, make_step
@@ -169,12 +170,25 @@ def cases(draw: st.DrawFn, plan: str | None = None, num_ranks: int | None = None
             clip_order=draw(st.sampled_from(("2", "1", "inf"))),
             seed=draw(st.integers(0, 5)),
         ),
+        program=replace(
+            VerifyOptions().program,
+            recompute="none" if (budget := draw(st.sampled_from((None, None, 0.6, 0.3)))) else draw(RECOMPUTE),
+            activation_budget=budget,
+            prefetch=draw(st.sampled_from((1, 0, 2))),
+            bucket_mb=draw(st.sampled_from((0.0, 25.0, 0.02))),
+            disable_pass=draw(st.just(()) | st.sampled_from([(name,) for name in PASSES])),
+        ),
     )
+
+
+RECOMPUTE = st.sampled_from(("none", "full", "selective", "every-2"))
 
 
 def setup_of(options: VerifyOptions) -> Setup:
     """Resolve options as the command does."""
-    return resolve(options.mesh, options.model, options.batch, options.optimizer, global_batch=7, **DEFAULTS)
+    return resolve(
+        options.mesh, options.model, options.batch, options.optimizer, options.program, global_batch=7, **DEFAULTS
+    )
 
 
 def arguments_of(options: VerifyOptions) -> list[str]:
@@ -188,6 +202,8 @@ def arguments_of(options: VerifyOptions) -> list[str]:
                 continue
             if isinstance(value, bool):
                 found.append(f"--{name}" if value else f"--no-{name}")
+            elif isinstance(value, tuple):
+                found += [f"--{name}", *value]
             else:
                 found += [f"--{name}", str(value)]
     return found
@@ -267,7 +283,10 @@ def test_any_plan_equals_one_device(pool: Pool, distribution: dict[str, Counter[
     examples = 2 * settings.default.max_examples  # type: ignore[union-attr]
     seen: dict[str, Counter[str]] = {
         name: distribution.setdefault(name, Counter())
-        for name in ("ranks", "plan", "axes", "sp", "model", "microbatches", "layers", "dropout", "clip", "clip_order")
+        for name in (
+            *("ranks", "plan", "axes", "sp", "model", "microbatches", "layers", "dropout", "clip", "clip_order"),
+            *("recompute", "prefetch", "bucket", "without"),
+        )
     }
 
     def check(options: VerifyOptions) -> None:
@@ -282,6 +301,11 @@ def test_any_plan_equals_one_device(pool: Pool, distribution: dict[str, Counter[
         seen["dropout"]["on" if options.model.dropout else "off"] += 1
         seen["clip"][str(options.optimizer.clip)] += 1
         seen["clip_order"][options.optimizer.clip_order] += 1
+        program = options.program
+        seen["recompute"]["budget" if program.activation_budget else program.recompute] += 1
+        seen["prefetch"][str(program.prefetch)] += 1
+        seen["bucket"][str(program.bucket_mb)] += 1
+        seen["without"][" ".join(program.disable_pass) or "nothing"] += 1
         check_equal(pool, options)
 
     for corner in CORNERS:
@@ -309,8 +333,9 @@ def test_any_plan_equals_one_device(pool: Pool, distribution: dict[str, Counter[
         "tp(1)",
     }
     assert len(seen["model"]) == 3
-    for name in ("sp", "model", "microbatches"):
+    for name in ("sp", "model", "microbatches", "recompute", "prefetch", "bucket"):
         assert min(seen[name].values()) >= examples / 20, name
+    assert set(seen["without"]) == {"nothing", *PASSES}
 
 
 def test_command_line_reproduces_the_example() -> None:
@@ -338,7 +363,7 @@ def test_traced_and_eager_are_bit_equal(pool: Pool) -> None:
     @example(parsed("--mesh rep=2,dp=2 --plan zero1 --model gpt --layers 1 --momentum 0.9"))
     def check(options: VerifyOptions) -> None:
         note(f"reproduce with: {command_of(options)}")
-        eagerly = replace(options, optimizer=replace(options.optimizer, eager=True))
+        eagerly = replace(options, program=replace(options.program, eager=True))
         for traced, eager in zip(
             *(pool.run(num_ranks_of(options), run_plan, o) for o in (options, eagerly)), strict=True
         ):

@@ -359,7 +359,7 @@ def test_resume_on_another_mesh(
     assert done.out.count("warning:") == 1 + (other == "--mesh 1x4")
     assert flat(done.out).count("have no head and idle") == (other == "--mesh 1x4")
     stored = config.from_json((copied / "config.json").read_text())
-    assert (stored.mesh.mesh, stored.model.embed, stored.optimizer.eager) == (
+    assert (stored.mesh.mesh, stored.model.embed, stored.program.eager) == (
         value if option == "--mesh" else "2x2", 18, True
     )  # fmt: skip
 
@@ -368,7 +368,7 @@ def save_again(rank: int, source: Path, target: Path, mesh: str, plan: str) -> N
     """Load a checkpoint on some mesh and save it as it is."""
     stored = config.from_json((source.parents[1] / "config.json").read_text())
     mesh_options = replace(stored.mesh, mesh=mesh, plan=plan)
-    setup = config.resolve(mesh_options, stored.model, stored.batch, stored.optimizer, vocab=256)
+    setup = config.resolve(mesh_options, stored.model, stored.batch, stored.optimizer, stored.program, vocab=256)
     there = build_mesh(setup.plan.sizes)
     optimizer = setup.optimizer(stored.optimizer)
     step = make_step(setup.model, setup.model_config, setup.plan, there, optimizer, setup.step, RATE)
