@@ -228,7 +228,7 @@ def from_json(text: str) -> TrainOptions:
         groups = {}
         for group in dataclasses.fields(TrainOptions):
             kind = type(getattr(TrainOptions(), group.name))
-            if group.name not in stored:  # of an earlier version
+            if group.name == "program" and group.name not in stored and "mesh" in stored:  # of an earlier version
                 groups[group.name] = kind()
                 continue
             known = {f.name for f in dataclasses.fields(kind)}

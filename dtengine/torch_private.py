@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx  # joint forward and back
 __all__ = [
     "COLLECTIVES",
     "FakeTensorMode",
+    "UNSAFE_VIEW",
     "WAIT",
     "agent_processes",
     "add_",
@@ -51,6 +52,9 @@ _collectives = torch.ops._c10d_functional
 COLLECTIVES = "_c10d_functional"  # their namespace
 WAIT = _collectives.wait_tensor.default
 
+
+# The view that a trace makes of a product, where nobody else has the memory; public: none yet.
+UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
 # On CPUs, oneDNN's product of an input and a transposed weight, as Inductor calls it; public: none yet.
 onednn_matmul = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
