@@ -89,7 +89,8 @@ def main() -> None:
                 "mesh": row.mesh_text(work.ranks),
                 "width": work.config.embed,
             }
-            found.append({**where, "ranks": work.ranks, "ratio": ratio, **sides})
+            each = {f"{side}_bytes": ranks for side, ranks in sides.items()}  # a list with each rank's
+            found.append({**where, "ranks": work.ranks, "ratio": ratio, **each})
             for side, one in largest.items():
                 megabytes = (f"{value / 1e6:.2f}" for value in one.values())
                 lines.append((*map(str, where.values()), side, *megabytes, f"{ratio:.3f}"))

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper  # as torchtitan does
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -263,6 +262,8 @@ def peer_side(
         {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
     ]
     if zero:
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # importing it warns that torch.jit is deprecated
+
         optimizer = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, parameters_as_bucket_view=True, **ADAMW)
     else:
         optimizer = torch.optim.AdamW(groups, **ADAMW)
@@ -285,7 +286,7 @@ def peer_side(
         return total.item()
 
     def tensors() -> list[Tensor]:
-        inner = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+        inner = getattr(optimizer, "optim", optimizer)  # what ZeroRedundancyOptimizer shards
         slots = [v for state in inner.state.values() for v in state.values() if isinstance(v, Tensor)]
         found = [*parameters, *(p.grad for p in parameters if p.grad is not None), *slots]
         return [local(t) for t in found]

@@ -1,7 +1,7 @@
 """What is compared with what: the table of peers, and both sides of a row built from the same weights and data."""
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from os import environ
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -130,10 +130,10 @@ ROWS = {
 }  # fmt: skip
 
 
-def rows_text() -> str:
+def rows_text(peers: Sequence[str] = tuple(ROWS)) -> str:
     """Return the table of rows for ``--help``."""
-    name, text = (max(len(x) for x in xs) for xs in (ROWS, [row.text for row in ROWS.values()]))
-    return "\n".join(f"  {peer:{name}}  {row.text:{text}}  plan {row.words()}" for peer, row in ROWS.items())
+    name, text = max(map(len, peers)), max(len(ROWS[peer].text) for peer in peers)
+    return "\n".join(f"  {p:{name}}  {ROWS[p].text:{text}}  plan {ROWS[p].words()}" for p in peers)
 
 
 def check_compiler(peers: list[str]) -> None:
@@ -210,7 +210,7 @@ class Work(NamedTuple):
         state = init_state(make_step(load_model("llama"), self.config, plan, mesh, adamw(), config, lambda number: LR))
         return dict(zip(state.params, gather(list(state.params.values()), mesh), strict=True))
 
-    def ours(self, coordinate_batches: list[Batch]) -> Side:
+    def ours(self, batches: list[Batch]) -> Side:
         """Build dtengine's side."""
         row, mesh = self.row, build_mesh(self.row.mesh(self.ranks))
         plan = make_plan(row.plan, mesh.sizes, self.config.axis_sizes, sequence_parallel=row.sequence_parallel)
@@ -223,7 +223,7 @@ class Work(NamedTuple):
 
         def run() -> float:
             nonlocal state
-            state, metrics = step(state, coordinate_batches, count)
+            state, metrics = step(state, batches, count)
             return metrics.loss.item()
 
         def tensors() -> list[Tensor]:
@@ -232,17 +232,15 @@ class Work(NamedTuple):
 
         return Side(run, tensors)
 
-    def theirs(
-        self, coordinate_batches: list[Batch], weights: dict[str, Tensor], chosen: Mapping[str, Any] | None = None
-    ) -> Side:
+    def theirs(self, batches: list[Batch], weights: dict[str, Tensor], chosen: Mapping[str, Any] | None = None) -> Side:
         """Build the peer's side; ``chosen`` is one of the row's candidates."""
         row = self.row
         module = Llama(self.config)
         copy_weights(module, weights)
         model = row.wrap(module, **row.wrapped, **(row.candidates[0] if chosen is None else chosen))
-        return peer_side(model, coordinate_batches, **row.stepped)
+        return peer_side(model, batches, **row.stepped)
 
-    def tune(self, coordinate_batches: list[Batch], weights: dict[str, Tensor], steps: int) -> Mapping[str, Any]:
+    def tune(self, batches: list[Batch], weights: dict[str, Tensor], steps: int) -> Mapping[str, Any]:
         """Return the fastest of the peer's candidates, the same on all ranks.
 
         Args:
@@ -251,7 +249,7 @@ class Work(NamedTuple):
         candidates = self.row.candidates
         if len(candidates) == 1 or steps == 0:
             return candidates[0]
-        runs = [self.theirs(coordinate_batches, weights, one).run for one in candidates]
+        runs = [self.theirs(batches, weights, one).run for one in candidates]
         for run in runs * 2:
             run()
         seconds = time_in_turn(runs, steps)
