@@ -51,6 +51,7 @@ def measure(work: Work, side: str, steps: int) -> list[dict[str, int]]:
 
 def main() -> None:
     """Measure every chosen peer on every chosen number of ranks."""
+    # 1. options; 2. refuse what cannot run; 3. measure row by row, each side alone; 4. table and JSON
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.bench_memory",
         description="Memory of one optimizer step on each rank.",

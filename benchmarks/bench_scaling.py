@@ -49,6 +49,7 @@ def measure(works: Sequence[Work], steps: int, tune_steps: int) -> dict[str, lis
 
 def main() -> None:
     """Measure every chosen width."""
+    # 1. options; 2. refuse what cannot run; 3. rounds of starts; 4. table and JSON
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.bench_scaling",
         description="Efficiency from one rank to two.",

@@ -62,6 +62,7 @@ def after(losses: list[float], run: RunStep) -> RunStep:
 
 def main() -> None:
     """Measure every chosen peer at every chosen width."""
+    # 1. options; 2. refuse what cannot run; 3. measure row by row; 4. table and JSON
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.bench_step",
         description="Time of one optimizer step.",

@@ -256,6 +256,7 @@ def peer_side(
         autocast: forward pass in bfloat16 where autocast says so; parameters, gradients and optimizer stay float32.
         split_loss: logits are split by vocabulary.
     """
+    # 1. optimizer; 2. one step; 3. what it holds
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": DECAY},
