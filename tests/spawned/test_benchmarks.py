@@ -18,7 +18,7 @@ OPTIONS = {field.name for field in dataclasses.fields(StepConfig)}
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False, timeout=200
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False, timeout=280
     )
 
 
@@ -34,9 +34,9 @@ def rows_of(done: subprocess.CompletedProcess[str]) -> list[dict]:
 def test_bench_step() -> None:
     """Every peer of bench_step takes the same steps as dtengine: losses agree, and the last line has one row for each.
 
-    Apart from the compiled row: its compilation takes half a minute.
+    Apart from the compiled row, whose compilation takes half a minute, and fsdp2, which the next test takes.
     """
-    peers = [peer for peer, row in ROWS.items() if set(row.options) <= OPTIONS - {"compile"}]
+    peers = [peer for peer, row in ROWS.items() if set(row.options) <= OPTIONS - {"compile"} and peer != "fsdp2"]
     batch = ["--sequences", "8", "--pairs", "2", "--tune", "0"]
     rows = rows_of(run("-m", "benchmarks.bench_step", *SMALL, *batch, "--peers", *peers, "--json"))
     assert [row["peer"] for row in rows] == peers
@@ -46,14 +46,6 @@ def test_bench_step() -> None:
         assert min(row[name] for name in ("peer_ms", "dtengine_ms", "ratio", "peer_first_s", "dtengine_first_s")) > 0
         assert row["spread"] >= 0
         assert row["loss_difference"] <= TOLERANCE[ROWS[row["peer"]].dtype]
-
-
-def test_tolerances() -> None:
-    """Losses in float32 may differ by 1.2e-4, in bfloat16 by 1e-3; both far below what a missing term changes."""
-    assert {dtype: f"{value:.1e}" for dtype, value in TOLERANCE.items()} == {
-        torch.float32: "1.2e-04",
-        torch.bfloat16: "9.8e-04",
-    }
 
 
 def test_tuning_and_help() -> None:
@@ -72,6 +64,12 @@ def test_batch_that_does_not_divide() -> None:
     assert done.stderr.endswith(
         "--sequences 6: row ddp-accumulate on 2 ranks cuts a batch into 8 parts, which must be equal. Use a multiple of 8.\n"
     )
+
+
+def test_tolerances() -> None:
+    """Losses in float32 may differ by 1.2e-4, in bfloat16 by 1e-3; both far below what a missing term changes."""
+    shown = {dtype: f"{value:.1e}" for dtype, value in TOLERANCE.items()}
+    assert shown == {torch.float32: "1.2e-04", torch.bfloat16: "9.8e-04"}
 
 
 def test_profile() -> None:
