@@ -104,7 +104,7 @@ ROWS = {
     "fsdp2": Row("fully_shard on each block and the root", wrap_fsdp2, "fsdp", candidates=_PREFETCH),
     "fsdp2-keep": Row(
         "the same with reshard_after_forward=False: blocks stay gathered, for more memory", wrap_fsdp2, "fsdp",
-        wrapped={"reshard": False}, candidates=_PREFETCH,
+        wrapped={"reshard": False}, candidates=_PREFETCH, options={"reshard": False},
     ),
     "fsdp2-recompute": Row(
         "fully_shard on each block in a non-reentrant checkpoint_wrapper", wrap_fsdp2, "fsdp",

@@ -136,6 +136,10 @@ class ProgramOptions:
     """Whole blocks are gathered, and their gradients reduced, together until they have this size in MiB; 0: one by one."""
     disable_pass: tuple[str, ...] = ()
     """Passes over the step's graph that do not run; --passes names them."""
+    compile: bool = False
+    """Compile each kind of block by Inductor; half a minute more to start, and a C++ compiler is needed on CPUs."""
+    reshard: bool = True
+    """Drop gathered parameters behind their forward and gather them again for their backward (fsdp)."""
     passes: bool = False
     """Print what each pass over the step's graph did; then stop."""
     eager: bool = False
@@ -327,6 +331,8 @@ def resolve(
         prefetch=program.prefetch,
         bucket_mb=program.bucket_mb,
         disable_pass=program.disable_pass,
+        compile=program.compile,
+        reshard=program.reshard,
     )
     return Setup(chosen, config, plan, global_batch, shape, step, tuple(_wasteful(plan, config, global_batch, shape)))
 

@@ -90,6 +90,8 @@ class StepConfig:
         bucket_mb: parameters are gathered, and gradients reduced, by whole parts together until they have this size, in
             units of 2^20 bytes.
         disable_pass: names of passes that do not run.
+        compile: compile forward and backward of each kind of part by Inductor.
+        reshard: drop gathered parameters behind their forward and gather them again for their backward (fsdp).
     """
 
     microbatch: int
@@ -106,6 +108,8 @@ class StepConfig:
     prefetch: int = 1
     bucket_mb: float = 25.0
     disable_pass: tuple[str, ...] = ()
+    compile: bool = False
+    reshard: bool = True
 
 
 @dataclass
@@ -337,7 +341,9 @@ class Step:
     @cached_property
     def _executor(self) -> GraphExecutor:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        return GraphExecutor(self.functions, self._saving, mode, self._agree, self.config.disable_pass)
+        return GraphExecutor(
+            self.functions, self._saving, mode, self._agree, self.config.disable_pass, self.config.compile
+        )
 
     def _agree(self, flags: list[bool]) -> list[bool]:
         """Return for each flag whether it is set on any rank."""
@@ -418,7 +424,7 @@ def make_step(
     placed = Parameters(params, plan, mesh, config.precision, torch.device(device))
     ops = Ops(mesh, plan.compute, dropout_rate=config.dropout)
     functions = PartFunctions(model, placed, ops)
-    order = make_order(parts_of(specs, params), placed, config.bucket_mb, config.prefetch)
+    order = make_order(parts_of(specs, params), placed, config.bucket_mb, config.prefetch, config.reshard)
     microbatch = Microbatch(order, functions, config.dropout > 0)
     return Step(functions, microbatch, Updater(placed, optimizer, config.clip, config.norm_order), config, rate)
 

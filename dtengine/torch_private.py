@@ -1,6 +1,6 @@
 """Every private torch name that the engine uses, each with its reason and the public name to move to."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 
@@ -24,10 +24,12 @@ __all__ = [
     "all_reduce",
     "fake_process_group",
     "flat_group",
+    "inductor",
     "fused_adamw_",
     "make_fx",
     "norms",
     "onednn_matmul",
+    "opaque_onednn_matmul",
     "preload",
     "reduce_scatter",
     "scale",
@@ -63,6 +65,26 @@ onednn_matmul = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkl
 def preload() -> None:
     """Import what the first trace would import (0.5 s), so that ranks which are forked after it find it there."""
     import torch._dynamo  # noqa: F401
+
+
+# Inductor has a rule of its own for oneDNN's product, for constant weights only; behind another name it is left alone.
+_library = torch.library.Library("dtengine", "DEF")
+_library.define("onednn_matmul(Tensor a, Tensor b_transposed) -> Tensor")
+_library.impl("onednn_matmul", lambda a, b: onednn_matmul(a, b, None, "none", [], ""), "CPU")  # type: ignore[misc]
+_library.impl("onednn_matmul", lambda a, b: a.new_empty(a.shape[0], b.shape[0]), "Meta")
+opaque_onednn_matmul = torch.ops.dtengine.onednn_matmul.default
+
+
+def inductor(module: fx.GraphModule, examples: list[Tensor]) -> Callable[..., list[Tensor]]:
+    """Compile a graph of torch calls, not differentiated again; public: torch.compile, which would trace it anew.
+
+    Inductor's caches on disk are pickles, so they stay off.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+
+    with config.patch(force_disable_caches=True):
+        return compile_fx(module, examples)  # type: ignore[return-value,arg-type]
 
 
 def flat_group(mesh: DeviceMesh, names: tuple[str, ...]) -> ProcessGroup:

@@ -95,6 +95,8 @@ OPTIONS = {
     "--prefetch": ("2", "prefetch", 2),
     "--bucket-mb": ("0", "bucket_mb", 0.0),
     "--disable-pass": ("fill-buckets", "disable_pass", ("fill-buckets",)),
+    "--compile": (None, "compile", True),
+    "--no-reshard": (None, "reshard", False),
     "--passes": (None, "passes", True),
     "--eager": (None, "eager", True),
     "--data": ("a.txt", "data", ("a.txt",)),
