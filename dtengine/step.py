@@ -10,7 +10,7 @@ batch, and no accumulation or reduction rescales.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from dtengine.mesh import Mesh
 from dtengine.model import Model, ModelConfig, Param, Tied
 from dtengine.model import parameters as model_parameters
 from dtengine.ops import Ops, Recorded
-from dtengine.optim import Optimizer
+from dtengine.optimizer import Optimizer
 from dtengine.parameters import COMPUTE_DTYPES, Parameters
 from dtengine.parameters import use as use_parameters
 from dtengine.program import Program, check_collectives, count_collectives, trace
@@ -39,7 +39,7 @@ class State(NamedTuple):
     Attributes:
         step: number of updates done.
         params: {name: DTensor} in the params layout, fp32 (fp64 where computed so).
-        slots: {name: {slot: DTensor}} in the optimizer layout.
+        slots: {name: {slot: DTensor}} in the optimizer layout, or whole where the optimizer says so.
     """
 
     step: int
@@ -77,6 +77,8 @@ class StepConfig:
         clip: largest global gradient norm; 0 clips nothing.
         norm_order: order of that norm: 1, 2 or inf.
         dropout: probability in [0, 1).
+        label_smoothing: share of each label that is spread evenly over the vocabulary, in training.
+        z_loss: coefficient on log(Z)^2, in training.
         seed: of dropout and initial parameters.
         eager: run the functions untraced.
     """
@@ -88,6 +90,8 @@ class StepConfig:
     clip: float = 1.0
     norm_order: float = 2.0
     dropout: float = 0.0
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
     seed: int = 0
     eager: bool = False
 
@@ -262,7 +266,7 @@ class Step:
         names = list(self.params)
         rest = iter(tensors)
         params = [next(rest) for _ in names]
-        slots = [{slot: next(rest) for slot in self.updater.slot_names} for _ in names]
+        slots = [{slot: next(rest) for slot in self.updater.slot_names(name)} for name in names]
         buffers = [next(rest) for _ in names]
         loss, inverse, lr, number = rest
         grads = redistribute(buffers, self._to_optimizer(), self.mesh)
@@ -302,7 +306,11 @@ class Step:
         return loss, count  # type: ignore[return-value]
 
     def _ops(self, batch: Batch, key: Tensor | None) -> Ops:
-        return Ops(self.mesh, self.plan.compute, key, batch.rows, self.config.dropout, record=self.record)
+        """Return the operations of a training step; without a key those of an evaluation, whose loss is plain."""
+        ops = Ops(self.mesh, self.plan.compute, key, batch.rows, self.config.dropout, record=self.record)
+        if key is None:
+            return ops
+        return replace(ops, label_smoothing=self.config.label_smoothing, z_loss=self.config.z_loss)
 
     def _over_data(self, values: Tensor) -> Tensor:
         """Sum over the data-parallel coordinates."""
@@ -343,7 +351,7 @@ class Step:
 
         return {
             "params": shards(self.plan.params),
-            "slots": [shard for shard in shards(self.plan.optimizer) for _ in self.updater.slot_names],
+            "slots": [s.to_local() for name in self.params for s in self.updater.init_slots(name).values()],
             "batch": Batch(tokens, tokens.clone(), torch.ones_like(tokens, dtype=torch.float32), rows),
             "inverse": torch.ones((), dtype=self.dtype, device=device),
             "key": torch.zeros((), dtype=torch.int64, device=device),
@@ -407,9 +415,4 @@ def init_state(step: Step) -> State:
     """Draw the initial parameters, each rank its own shards; a value depends on (seed, name, global index) alone."""
     parameters = step.parameters
     params = {name: parameters.initial(name, step.config.seed) for name in step.params}
-    slots = {}
-    for name in params:
-        placements = parameters.placements(step.plan.optimizer, name)
-        values = step.updater.optimizer.init(parameters.empty(name, placements))
-        slots[name] = {slot: parameters.wrap(name, value, placements) for slot, value in values.items()}
-    return State(0, params, slots)
+    return State(0, params, {name: step.updater.init_slots(name) for name in params})

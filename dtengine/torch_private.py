@@ -17,6 +17,7 @@ __all__ = [
     "FakeTensorMode",
     "WAIT",
     "agent_processes",
+    "add",
     "add_",
     "all_gather_coalesced",
     "all_gather_flat",
@@ -30,7 +31,9 @@ __all__ = [
     "reduce_scatter",
     "scale",
     "schema_of",
+    "signs",
     "storage_of",
+    "subtract",
 ]
 
 
@@ -95,9 +98,24 @@ def add_(sums: list[Tensor], terms: list[Tensor]) -> None:
     torch._foreach_add_(sums, terms)  # type: ignore[attr-defined]
 
 
-def scale(tensors: list[Tensor], factor: Tensor) -> list[Tensor]:
-    """Multiply tensors by a scalar tensor, in one call."""
+def scale(tensors: list[Tensor], factor: Tensor | float | list[float]) -> list[Tensor]:
+    """Multiply tensors by one scalar, or each by its own, in one call."""
     return list(torch._foreach_mul(tensors, factor))  # type: ignore[attr-defined]
+
+
+def add(tensors: list[Tensor], others: list[Tensor]) -> list[Tensor]:
+    """Add lists of tensors, in one call."""
+    return list(torch._foreach_add(tensors, others))  # type: ignore[attr-defined]
+
+
+def subtract(tensors: list[Tensor], others: list[Tensor]) -> list[Tensor]:
+    """Subtract lists of tensors, in one call."""
+    return list(torch._foreach_sub(tensors, others))  # type: ignore[attr-defined]
+
+
+def signs(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the sign of each element, in one call."""
+    return list(torch._foreach_sign(tensors))  # type: ignore[attr-defined]
 
 
 def norms(tensors: list[Tensor], order: float) -> list[Tensor]:

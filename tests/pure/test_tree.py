@@ -29,7 +29,7 @@ LEVELS = {
     "kernels": 1,
     "launch": 1,
     "mesh": 1,
-    "optim": 1,
+    "rates": 1,
     "screens": 1,
     # tensors on a mesh, and what a run shows
     "data": 2,
@@ -39,21 +39,26 @@ LEVELS = {
     "ops": 3,
     # a model, a step of it, and its state
     "model": 4,
+    "optimizer": 5,
     "parameters": 5,
+    "adafactor": 6,
+    "elementwise": 6,
     "update": 6,
+    "muon": 7,
     "step": 7,
     "checkpoint": 8,
-    "config": 8,
+    "optim": 8,
+    "config": 9,
     # what is done with a resolved run
-    "explain": 9,
-    "job": 9,
-    "sample": 9,
-    "watch": 10,
+    "explain": 10,
+    "job": 10,
+    "sample": 10,
+    "watch": 11,
     # commands
-    "train": 11,
-    "verify": 11,
+    "train": 12,
+    "verify": 12,
     # the public interface
-    "__init__": 12,
+    "__init__": 13,
 }
 
 # Calls that unpickle what comes from a file or from another rank.
