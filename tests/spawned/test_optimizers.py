@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 import torch.nn.functional as F
-from test_equivalence import batches_of, num_ranks_of, parsed, setup_of
+from test_equivalence import batches_of, check_equal, num_ranks_of, parsed, setup_of
 from torch import Tensor
 
 from dtengine import checkpoint
@@ -323,3 +323,27 @@ def test_smoothed_loss_and_z_loss_are_their_formula(pool: Pool, tp: int, smoothi
         for ours, our_grad in pool.run(tp, run_loss, tp, vocab, smoothing, z_loss):
             torch.testing.assert_close(ours, loss.detach(), rtol=1e-12, atol=1e-12)
             torch.testing.assert_close(our_grad, grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("mesh", ["2", "2x2", "1x4"])
+def test_training_adds_the_terms_and_evaluation_does_not(pool: Pool, mesh: str) -> None:
+    """Losses, gradients and parameters of training with both terms are one device's; held-out loss stays plain."""
+    options = parsed(f"--mesh {mesh} --layers 1 --global-batch 8 --label-smoothing 0.2 --z-loss 0.01")
+    check_equal(pool, options)
+    setup = setup_of(options)
+    specs = setup.model.specs(setup.model_config)
+    whole = {
+        n: init_param(p, n, setup.step.seed, [(0, s) for s in p.shape], "cpu") for n, p in parameters(specs).items()
+    }
+    batch = random_batch(setup, options.check)
+    loss, count = setup.model.loss(forward(setup.model, specs, whole, batch, Ops()), batch, Ops())
+    for plain in pool.run(num_ranks_of(options), run_evaluation, options):
+        assert plain == pytest.approx((loss / count).item(), rel=TOLERANCE)
+
+
+def run_evaluation(rank: int, options: VerifyOptions) -> float:
+    """Loss of the initial parameters, by evaluation."""
+    setup = setup_of(options)
+    mesh = build_mesh(setup.plan.sizes)
+    step = step_of(options, "sgd", mesh)
+    return step.evaluate(init_state(step).params, batches_of(setup, mesh, options.check))[0]
