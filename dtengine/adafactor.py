@@ -86,8 +86,7 @@ def adafactor(
             step = change * (length / (mean_square.sqrt() / clip).clamp(min=1.0))
             if weight_decay and part.spec.decayed:
                 step = step + part.param * weight_decay
-            old.append(part.param)
-            new.append(part.param - step * lr)
+            commit([part.param], [part.param - step * lr], now)  # at once: no second copy of all parameters
         commit(old, new, now)
 
     return Optimizer(slots, update, weight_decay)

@@ -30,13 +30,13 @@ def muon(momentum: float = 0.95, steps: int = 5, weight_decay: float = 0.1) -> O
     match_rms_adamw, but in the parameters' dtype where that computes in bf16.
 
     Matrices of one shape are stacked, and the stack is divided over all ranks of the mesh: each rank gets whole matrices,
-    every matrix is made orthogonal on one rank, and the shards go back. Doing all of them on all ranks would spare the
-    way back, and cost 20 m n min(m, n) operations a matrix on every rank: more than forward and backward do where a rank
-    has fewer than 3 min(m, n) tokens.
+    every matrix is made orthogonal on one rank, and the shards go back. All of them on all ranks would be the simpler
+    way, and cost 20 m n min(m, n) operations a matrix on every rank: more than forward and backward do where a rank has
+    fewer than 3 min(m, n) tokens. With fewer matrices of a shape than ranks, the last ranks have none of it.
 
     Collectives:
-        Over each mesh axis one all-gather before (where it splits a matrix) and one after, whatever the number of
-        matrices.
+        Whatever the number of matrices, over each mesh axis that splits them one all-to-all before and one after; over
+        one that replicates them one all-gather after; over one that splits some, both.
     """
     others = adamw(weight_decay=weight_decay)
 

@@ -22,6 +22,7 @@ __all__ = [
     "all_gather_coalesced",
     "all_gather_flat",
     "all_reduce",
+    "all_to_all",
     "fake_process_group",
     "flat_group",
     "fused_adamw_",
@@ -80,6 +81,12 @@ def all_reduce(tensor: Tensor, operation: str, group: str) -> Tensor:
     return _collectives.wait_tensor(_collectives.all_reduce_(tensor, operation, group))
 
 
+def all_to_all(rows: Tensor, parts: int, group: str) -> Tensor:
+    """Send row i of [parts, n] to rank i of the group, and return what they sent, [parts, n]."""
+    ones = [1] * parts
+    return _collectives.wait_tensor(_collectives.all_to_all_single(rows, ones, ones, group))
+
+
 def reduce_scatter(flat: Tensor, parts: int, group: str, *, on_gloo: bool) -> Tensor:
     """Sum [parts, n] over the group and return this rank's row, [n].
 
@@ -87,9 +94,7 @@ def reduce_scatter(flat: Tensor, parts: int, group: str, *, on_gloo: bool) -> Te
     (measured on 2 ranks, one core each) and add in rank order.
     """
     if on_gloo:
-        rows = [1] * parts
-        received = _collectives.wait_tensor(_collectives.all_to_all_single(flat, rows, rows, group))
-        return received.sum(0)
+        return all_to_all(flat, parts, group).sum(0)
     return _collectives.wait_tensor(_collectives.reduce_scatter_tensor(flat.view(-1), "sum", parts, group))
 
 

@@ -155,13 +155,13 @@ def run_counts(rank: int, options: VerifyOptions, names: list[str]) -> dict[str,
 
 @pytest.mark.parametrize("layers", [1, 3])
 def test_an_update_communicates_for_all_parameters_together(pool: Pool, layers: int) -> None:
-    """Beside the one sum of loss and norm: adafactor two all-reduces, muon two gathers over each mesh axis, the others
-    nothing, whatever the number of layers."""
+    """Beside the one sum of loss and norm: adafactor two all-reduces, muon two all-to-alls over each mesh axis
+    (counted under the name of what gloo makes of them), the others nothing, whatever the number of layers."""
     options = parsed(f"--mesh 2x2 {OPTIONS} --layers {layers}")
     one = {"dp+tp": {"all_reduce": 1}}
     expected = dict.fromkeys(OPTIMIZERS, one)
     expected["adafactor"] = {"dp+tp": {"all_reduce": 3}}
-    expected["muon"] = {**one, "dp": {"all_gather": 2}, "tp": {"all_gather": 2}}
+    expected["muon"] = {**one, "dp": {"reduce_scatter": 2}, "tp": {"reduce_scatter": 2}}
     assert pool.run(4, run_counts, options, list(OPTIMIZERS)) == [expected] * 4
 
 
