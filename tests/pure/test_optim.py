@@ -236,6 +236,24 @@ def test_which_parameters_are_matrices():
     assert hidden(Param("positions embed", (2, 3), 0.1)) is None
 
 
+def test_experts_are_matrices_of_their_own():
+    """Muon updates each expert as it would alone; Adafactor keeps each one's rows and columns."""
+    together = [Param("experts mlp embed", (3, 4, 5), 0.5)]
+    params, slots = train(muon(), torch.float64, together)
+    _, factored = train(adafactor(), torch.float64, together)
+    alone = [Param("mlp embed", (4, 5), 0.5)]
+    for i in range(3):
+        param, momentum = [draw(torch.float64, 0, together)[0][i]], empty_slots(muon(), torch.float64, alone)
+        other, moments = [param[0].clone()], empty_slots(adafactor(), torch.float64, alone)
+        for step in range(1, 9):
+            grad = [draw(torch.float64, step, together)[0][i]]
+            apply(muon(), param, grad, momentum, now(step, 0.1 / step), alone)
+            apply(adafactor(), other, grad, moments, now(step, 0.1 / step), alone)
+        torch.testing.assert_close(params[0][i], param[0], rtol=1e-11, atol=1e-11)
+        for name in ("rows", "columns"):
+            close([factored[0][name][i]], [moments[0][name]])
+
+
 # All of them
 
 
