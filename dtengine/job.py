@@ -12,7 +12,7 @@ from dtengine import checkpoint, config, monitor
 from dtengine.config import Setup, TrainOptions
 from dtengine.corpus import Corpus, load_corpus
 from dtengine.model import parameters
-from dtengine.optim import LearningRate, scale_peak
+from dtengine.rates import LearningRate, scale_peak
 
 # The default run: what two cores learn in about two minutes.
 DEFAULTS = {"layers": 2, "embed": 128, "heads": 4, "seq": 128, "global_batch": 32}
@@ -118,7 +118,7 @@ def prepare(options: TrainOptions, changed: str, owner: bool) -> Job:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(options.run, name)}: must be at least {low}.")
     o = options.optimizer
     peak, note = scale_peak(o.lr, setup.global_batch, o.base_batch, o.lr_scaling, o.lr_scale_max)
-    rate = LearningRate(peak, o.steps, o.warmup, o.lr_decay, o.lr_floor)
+    rate = LearningRate(peak, o.steps, o.warmup, o.lr_decay, o.lr_floor, o.decay_steps)
     if options.run.run_dir is None:
         folder = config.new_run_dir(options, time.strftime("%Y%m%d-%H%M%S"))
     else:
@@ -143,9 +143,9 @@ def find_checkpoint(job: Job) -> Job:
         )
     setup = job.setup
     params = parameters(setup.model.specs(setup.model_config))
-    names = checkpoint.tensor_names(params, setup.optimizer(job.options.optimizer).init(torch.zeros(0)))
+    shapes = checkpoint.tensor_shapes(params, setup.optimizer(job.options.optimizer))
     dtype = torch.float64 if setup.step.precision == "fp64" else torch.float32
-    checkpoint.check_fits(resumed, manifest, {name: (params[of].shape, dtype) for name, of in names.items()})
+    checkpoint.check_fits(resumed, manifest, {name: (shape, dtype) for name, shape in shapes.items()})
     return replace(job, resumed=resumed, damaged=tuple(damaged))
 
 

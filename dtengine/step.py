@@ -28,7 +28,7 @@ from dtengine.microbatch import Microbatch, make_order
 from dtengine.model import Model, ModelConfig, Param
 from dtengine.model import parameters as model_parameters
 from dtengine.ops import Ops, Recorded
-from dtengine.optim import Optimizer
+from dtengine.optimizer import Optimizer
 from dtengine.parameters import COMPUTE_DTYPES, Parameters
 from dtengine.parts import PartFunctions, parts_of
 from dtengine.passes import Effect
@@ -44,7 +44,7 @@ class State(NamedTuple):
     Attributes:
         step: number of updates done.
         params: {name: DTensor} in the params layout, fp32 (fp64 where computed so).
-        slots: {name: {slot: DTensor}} in the optimizer layout.
+        slots: {name: {slot: DTensor}} in the optimizer layout, or whole where the optimizer says so.
     """
 
     step: int
@@ -82,6 +82,8 @@ class StepConfig:
         clip: largest global gradient norm; 0 clips nothing.
         norm_order: order of that norm: 1, 2 or inf.
         dropout: probability in [0, 1).
+        label_smoothing: share of each label that is spread evenly over the vocabulary, in training.
+        z_loss: coefficient on log(Z)^2, in training.
         seed: of dropout and initial parameters.
         eager: run the functions untraced.
         recompute: what blocks compute again in their backward: none, full, selective or every-N.
@@ -101,6 +103,8 @@ class StepConfig:
     clip: float = 1.0
     norm_order: float = 2.0
     dropout: float = 0.0
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
     seed: int = 0
     eager: bool = False
     recompute: str = "none"
@@ -292,12 +296,12 @@ class Step:
         so_far, *now = rest
         if program == "accumulate":
             return run.call(("add",), lambda a, b: [a + b], [so_far, loss])
-        names, slot_names = list(self.params), self.updater.slot_names
+        names = list(self.params)
 
         def update(*tensors: Tensor) -> list[Tensor]:
             rest = iter(tensors)
             params = [next(rest) for _ in names]
-            slots = [{slot: next(rest) for slot in slot_names} for _ in names]
+            slots = [{slot: next(rest) for slot in self.updater.slot_names(name)} for name in names]
             grads = [next(rest) for _ in names]
             seed, so_far, loss, lr, number = rest
             return self.updater(params, slots, grads, (so_far + loss) * seed, lr, number)
@@ -379,7 +383,7 @@ class Step:
 
         return {
             "params": shards(self.plan.params),
-            "slots": [shard for shard in shards(self.plan.optimizer) for _ in self.updater.slot_names],
+            "slots": [s.to_local() for name in self.params for s in self.updater.init_slots(name).values()],
             "batch": list(batch),
             "scalars": [
                 scalar,
@@ -422,7 +426,13 @@ def make_step(
     for param in params.values():
         plan.params.check(param.names)
     placed = Parameters(params, plan, mesh, config.precision, torch.device(device))
-    ops = Ops(mesh, plan.compute, dropout_rate=config.dropout)
+    ops = Ops(
+        mesh,
+        plan.compute,
+        dropout_rate=config.dropout,
+        label_smoothing=config.label_smoothing,
+        z_loss=config.z_loss,
+    )
     functions = PartFunctions(model, placed, ops)
     order = make_order(parts_of(specs, params), placed, config.bucket_mb, config.prefetch, config.reshard)
     microbatch = Microbatch(order, functions, config.dropout > 0)
@@ -433,9 +443,4 @@ def init_state(step: Step) -> State:
     """Draw the initial parameters, each rank its own shards; a value depends on (seed, name, global index) alone."""
     parameters = step.parameters
     params = {name: parameters.initial(name, step.config.seed) for name in step.params}
-    slots = {}
-    for name in params:
-        placements = parameters.placements(step.plan.optimizer, name)
-        values = step.updater.optimizer.init(parameters.empty(name, placements))
-        slots[name] = {slot: parameters.wrap(name, value, placements) for slot, value in values.items()}
-    return State(0, params, slots)
+    return State(0, params, {name: step.updater.init_slots(name) for name in params})

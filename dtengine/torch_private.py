@@ -18,10 +18,12 @@ __all__ = [
     "UNSAFE_VIEW",
     "WAIT",
     "agent_processes",
+    "add",
     "add_",
     "all_gather_coalesced",
     "all_gather_flat",
     "all_reduce",
+    "all_to_all",
     "fake_process_group",
     "flat_group",
     "inductor",
@@ -34,7 +36,9 @@ __all__ = [
     "reduce_scatter",
     "scale",
     "schema_of",
+    "signs",
     "storage_of",
+    "subtract",
 ]
 
 
@@ -108,6 +112,12 @@ def all_reduce(tensor: Tensor, operation: str, group: str) -> Tensor:
     return _collectives.wait_tensor(_collectives.all_reduce_(tensor, operation, group))
 
 
+def all_to_all(rows: Tensor, parts: int, group: str) -> Tensor:
+    """Send row i of [parts, n] to rank i of the group, and return what they sent, [parts, n]."""
+    ones = [1] * parts
+    return _collectives.wait_tensor(_collectives.all_to_all_single(rows, ones, ones, group))
+
+
 def reduce_scatter(flat: Tensor, parts: int, group: str, *, on_gloo: bool) -> Tensor:
     """Sum [parts, n] over the group and return this rank's row, [n].
 
@@ -115,9 +125,7 @@ def reduce_scatter(flat: Tensor, parts: int, group: str, *, on_gloo: bool) -> Te
     (measured on 2 ranks, one core each) and add in rank order.
     """
     if on_gloo:
-        rows = [1] * parts
-        received = _collectives.wait_tensor(_collectives.all_to_all_single(flat, rows, rows, group))
-        return received.sum(0)
+        return all_to_all(flat, parts, group).sum(0)
     return _collectives.wait_tensor(_collectives.reduce_scatter_tensor(flat.view(-1), "sum", parts, group))
 
 
@@ -126,9 +134,24 @@ def add_(sums: list[Tensor], terms: list[Tensor]) -> None:
     torch._foreach_add_(sums, terms)  # type: ignore[attr-defined]
 
 
-def scale(tensors: list[Tensor], factor: Tensor) -> list[Tensor]:
-    """Multiply tensors by a scalar tensor, in one call."""
+def scale(tensors: list[Tensor], factor: Tensor | float | list[float]) -> list[Tensor]:
+    """Multiply tensors by one scalar, or each by its own, in one call."""
     return list(torch._foreach_mul(tensors, factor))  # type: ignore[attr-defined]
+
+
+def add(tensors: list[Tensor], others: list[Tensor]) -> list[Tensor]:
+    """Add lists of tensors, in one call."""
+    return list(torch._foreach_add(tensors, others))  # type: ignore[attr-defined]
+
+
+def subtract(tensors: list[Tensor], others: list[Tensor]) -> list[Tensor]:
+    """Subtract lists of tensors, in one call."""
+    return list(torch._foreach_sub(tensors, others))  # type: ignore[attr-defined]
+
+
+def signs(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the sign of each element, in one call."""
+    return list(torch._foreach_sign(tensors))  # type: ignore[attr-defined]
 
 
 def norms(tensors: list[Tensor], order: float) -> list[Tensor]:

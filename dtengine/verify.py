@@ -138,7 +138,13 @@ def train_one_device(setup: Setup, options: OptimizerOptions, batch: Batch) -> T
     losses, first_grads, first_norm = [], {}, 0.0
     for step in range(options.steps):
         key = random.fold(random.key(config.seed, "dropout"), torch.tensor(step))
-        ops = Ops(dropout_key=key, rows=batch.rows, dropout_rate=config.dropout)
+        ops = Ops(
+            dropout_key=key,
+            rows=batch.rows,
+            dropout_rate=config.dropout,
+            label_smoothing=config.label_smoothing,
+            z_loss=config.z_loss,
+        )
         total, _ = model.loss(forward(model, specs, params, batch, ops), batch, ops.at("head"))
         loss = total / count
         grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True, materialize_grads=True)
@@ -276,7 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def note_unused(options: VerifyOptions) -> None:
     """Say which options change nothing here."""
     unused, usual = [], VerifyOptions()
-    for name in ("optimizer", "warmup", "lr_decay", "lr_floor", "base_batch"):
+    for name in ("optimizer", "warmup", "lr_decay", "decay_steps", "lr_floor", "base_batch"):
         value = getattr(options.optimizer, name)
         if value != getattr(usual.optimizer, name):
             unused.append(f"--{name.replace('_', '-')} {value}")
