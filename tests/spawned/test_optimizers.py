@@ -119,7 +119,7 @@ def run_both(rank: int, options: VerifyOptions, name: str) -> bool:
     setup, found = setup_of(options), []
     mesh = build_mesh(setup.plan.sizes)
     for eager in (False, True):
-        step = step_of(replace(options, optimizer=replace(options.optimizer, eager=eager)), name, mesh)
+        step = step_of(replace(options, program=replace(options.program, eager=eager)), name, mesh)
         state = init_state(step)
         for _ in range(2):
             state, _ = step(state, batches_of(setup, mesh, options.check))

@@ -55,8 +55,8 @@ calls = 0
 
 def embed(params, batch, ops):
     global calls
-    calls += ops.dropout_key is not None  # not evaluations; the first call is before step 1
-    if calls == int(os.environ.get("HOLD", -2)) + 1:
+    calls += ops.dropout_key is not None  # not evaluations
+    if calls == int(os.environ.get("HOLD", -1)):
         Path(f"held-{os.environ['RANK']}").write_text(str(os.getpid()))
         time.sleep(600)
     return llama.embed(params, batch, ops)
