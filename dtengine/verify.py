@@ -179,7 +179,7 @@ def train_plan(
         losses.append(metrics.loss.item())
         if number == 0:
             norm = metrics.norm.item()
-    params = dict(zip(state.params, gather(list(state.params.values()), mesh), strict=True))
+    params = dict(zip(state.weights, gather(list(state.weights.values()), mesh), strict=True))
     return Trained(losses, grads, norm, params), replicas_equal(state, mesh), step.collectives()
 
 
