@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from dtengine import random
 from dtengine.layout import Placements, local_bounds
-from dtengine.mesh import Mesh
 from dtengine.loss_scale import LossScale
+from dtengine.mesh import Mesh
 from dtengine.shard import bounds_of
 from dtengine.step import State
 from dtengine.torch_private import all_gather_flat

@@ -10,7 +10,7 @@ no accumulation or reduction rescales.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -265,7 +265,7 @@ class Step:
             functions = PartFunctions(self.functions.model, self.parameters, self.functions.ops, record=record)
             run = EagerExecutor(functions, parse_saving("none", None))
             params = dict(zip(self.params, fakes["params"], strict=True))
-            Microbatch(self.microbatch.order, functions, False).evaluate(run, params, fakes["batch"])
+            replace(self.microbatch, functions=functions, dropout=False).evaluate(run, params, fakes["batch"])
 
     @property
     def effects(self) -> list[Effect]:
@@ -313,8 +313,8 @@ class Step:
         buffers = buffer if self.config.microbatches > 1 else None
         loss, grads = self.microbatch.train(run, params, batch, key, seed, buffers, last=last)
         if program == "gradients":
-            found = [grads[n] for n in self.params]
-            return run.call(("unscale",), lambda scale, *g: unscale(list(g), scale), [*scale, *found]) if scale else found
+            raw = [*scale, *(grads[n] for n in self.params)]
+            return run.call(("unscale",), lambda scale, *grads: unscale(list(grads), scale), raw) if scale else raw
         so_far, *now = rest
         if program == "accumulate":
             return run.call(("add",), lambda a, b: [a + b], [so_far, loss])
@@ -326,9 +326,9 @@ class Step:
             master = [next(rest) for _ in inputs["master"]]
             slots = [{slot: next(rest) for slot in slot_names} for _ in names]
             grads = [next(rest) for _ in names]
-            inverse, so_far, loss, lr, number, *scale = rest
-            loss = (so_far + loss) * inverse
-            return self.updater(params, slots, grads, loss, lr, number, master=master, scale=scale[0] if scale else None)
+            inverse, so_far, loss, lr, number, *last = rest
+            scale, loss = last[0] if last else None, (so_far + loss) * inverse
+            return self.updater(params, slots, grads, loss, lr, number, master=master, scale=scale)
 
         scalars = [inverse, so_far, loss, *now, *scale]
         changed = [*inputs["params"], *inputs["master"], *inputs["slots"]]

@@ -295,8 +295,8 @@ def run_save(rank: int, options: VerifyOptions, folder: Path) -> tuple[dict[str,
     step = adamw_step(options, mesh)
     state, batches = init_state(step), batches_of(setup, mesh, options.check)
     for number in range(3):
-        bad = [b._replace(weights=b.weights * (math.inf if number == 0 and state.scale is not None else 1)) for b in batches]
-        state, _ = step(state, bad, 100.0)
+        factor = math.inf if number == 0 and state.scale is not None else 1.0
+        state, _ = step(state, [b._replace(weights=b.weights * factor) for b in batches], 100.0)
     checkpoint.save(folder, state, mesh, {})
     return whole(state, mesh), None if state.scale is None else state.scale.tolist()
 
