@@ -34,7 +34,7 @@ def check(scale: float, window: int) -> None:
     """Raise ValueError for a first scale that is no power of two within bounds, or a window below 1."""
     if not (SMALLEST <= scale <= LARGEST and math.frexp(scale)[0] == 0.5):
         raise ValueError(
-            f"--loss-scale {scale:g}: must be a power of two from {SMALLEST:g} to {LARGEST:g}, so that scaling rounds "
+            f"--loss-scale {scale:g}: must be a power of two from {SMALLEST:.0f} to {LARGEST:.0f}, so that scaling rounds "
             "nothing. Use 65536."
         )
     if window < 1:

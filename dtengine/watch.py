@@ -90,13 +90,13 @@ class Watch:
         self.last = (loss, norm)
         self.progress.update(step, loss, rate)
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            self.progress.note(f"step {step}: overflow at loss scale {scale:g}; skipped, the scale is halved")
+            self.progress.note(f"step {step}: overflow at loss scale {scale:.0f}; skipped, the scale is halved")
         if step % self.job.options.run.log_every == 0:
             used, _, host = monitor.memory_gb(self.device)
             self.events.scalars(
                 step,
                 loss=loss,
-                gradient_norm=norm,
+                gradient_norm=norm if math.isfinite(norm) else None,
                 learning_rate=lr,
                 tokens_per_second=rate,
                 step_seconds=seconds,
