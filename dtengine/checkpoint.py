@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from dtengine import random
 from dtengine.layout import Placements, local_bounds
+from dtengine.loss_scale import LossScale
 from dtengine.mesh import Mesh
 from dtengine.model import Param
 from dtengine.optimizer import Optimizer
@@ -88,6 +89,8 @@ def save(folder: Path, state: State, mesh: Mesh, facts: Mapping[str, Any]) -> Pa
             written, and ranks that drift apart train different models.
     """
     # 1. stage: each rank its file; 2. the first rank adds the manifest; 3. publish by one rename
+    if state.scale is not None:
+        facts = {**facts, "loss_scale": LossScale(*state.scale.tolist())._asdict()}
     target, staging = folder / f"step-{state.step}", folder / f".staging-step-{state.step}"
     rank = dist.get_rank()
     if target.exists():
@@ -215,7 +218,11 @@ def read_manifest(path: Path, *, contents: bool = False) -> Manifest:
 
 
 def load(path: Path, state: State, mesh: Mesh) -> State:
-    """Fill a state from a checkpoint, whatever mesh wrote it; each rank reads only the slices it needs.
+    """Fill a state from a checkpoint, whatever mesh, plan and 16-bit precision wrote it.
+
+    Each rank reads only the slices it needs. Where the state has a master, it and its cast are filled from the same
+    numbers. fp16's loss scale comes from the checkpoint's facts; one of another precision has none, and the state keeps
+    its own.
 
     Args:
         path: a folder step-N.
@@ -233,9 +240,15 @@ def load(path: Path, state: State, mesh: Mesh) -> State:
         for name, x in named.items():
             bounds = bounds_of(x.shape, tuple(x.placements), mesh)
             _fill(x.to_local(), bounds, name, manifest.tensors[name], path, files)
+        for name, x in state.params.items() if state.master else ():
+            bounds = bounds_of(x.shape, tuple(x.placements), mesh)
+            _fill(x.to_local(), bounds, f"params.{name}", manifest.tensors[f"params.{name}"], path, files)
     except (SafetensorError, OSError, KeyError, RuntimeError) as error:
         raise ValueError(f"checkpoint {path}: damaged ({error}). {_CURE}") from error
-    return State(manifest.step, state.params, state.slots)
+    stored = manifest.facts.get("loss_scale")
+    if state.scale is not None and stored is not None:
+        state.scale.copy_(torch.tensor(LossScale(**stored)))
+    return state._replace(step=manifest.step)
 
 
 def read_whole(path: Path | str) -> dict[str, Tensor]:
@@ -300,7 +313,8 @@ def replicas_equal(state: State, mesh: Mesh) -> bool:
     Collectives:
         One small all-gather over each mesh axis that replicates something, and one over the mesh.
     """
-    tensors = [*state.params.values(), *(x for slots in state.slots.values() for x in slots.values())]
+    tensors = [*state.params.values(), *state.master.values()]
+    tensors += [x for slots in state.slots.values() for x in slots.values()]
     equal = True
     for axis, name in enumerate(mesh.axes):
         if mesh.sizes[name] == 1:
@@ -319,7 +333,7 @@ def replicas_equal(state: State, mesh: Mesh) -> bool:
 def _bit_sum(x: DTensor) -> Tensor:
     """Hash the bits of a local shard to an int64."""
     local = x.to_local().detach().contiguous().flatten()
-    bits = local.view(torch.int64 if local.element_size() == 8 else torch.int32).to(torch.int64)
+    bits = local.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[local.element_size()]).to(torch.int64)
     return random.bits(bits, torch.arange(len(bits))).sum()
 
 
@@ -338,7 +352,8 @@ def _gather_numbers(number: int, mesh: Mesh) -> list[int]:
 
 
 def _named(state: State) -> dict[str, DTensor]:
-    named = {f"params.{name}": x for name, x in state.params.items()}
+    """Return {name in a checkpoint: tensor}; parameters in full precision, as every plan and precision reads them."""
+    named = {f"params.{name}": x for name, x in state.weights.items()}
     for name, slots in state.slots.items():
         named |= {f"slots.{slot}.{name}": x for slot, x in slots.items()}
     return named

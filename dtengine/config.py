@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar
 import tyro
 from tyro.conf import OmitArgPrefixes
 
-from dtengine import optim
+from dtengine import loss_scale, optim
 from dtengine.data import BatchShape
 from dtengine.layout import Plan, head_axis, make_plan
 from dtengine.mesh import parse_mesh
@@ -132,8 +132,14 @@ class OptimizerOptions:
 class ProgramOptions:
     """How a step is computed: precision, memory, overlap."""
 
-    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
-    """Compute dtype; parameters, gradients and optimizer state stay fp32 (fp64 with fp64)."""
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    """Compute dtype. Master parameters, accumulated gradients and optimizer state stay fp32 (fp64 with fp64)."""
+    reduce_dtype: Literal["fp32", "compute"] = "fp32"
+    """dtype in which gradients are summed over ranks: fp32 (fp64 with fp64), or the compute dtype, half the bytes."""
+    loss_scale: float = 65536.0
+    """First loss scale of fp16, a power of two; halved where a step overflows, which is then skipped."""
+    loss_scale_window: int = 2000
+    """Good steps in a row after which the loss scale of fp16 is doubled."""
     recompute: str = "none"
     """What a block's backward computes again instead of keeping: none, full, selective (all but matrix products,
     attention and collectives), or every-N (every N-th block in full)."""
@@ -318,6 +324,7 @@ def resolve(
     if optimizer.base_batch is not None and optimizer.base_batch < 1:
         raise ValueError(f"--base-batch {optimizer.base_batch}: a number of sequences, at least 1.")
     program = program or ProgramOptions()
+    loss_scale.check(program.loss_scale, program.loss_scale_window)
     parse_saving(program.recompute, program.activation_budget)
     for name in ("prefetch", "bucket_mb"):
         if not 0 <= getattr(program, name) < math.inf:
@@ -331,6 +338,9 @@ def resolve(
         seq=config.seq,
         microbatches=shape.microbatches,
         precision=program.precision,
+        reduce_dtype=program.reduce_dtype,
+        loss_scale=program.loss_scale,
+        loss_scale_window=program.loss_scale_window,
         clip=optimizer.clip,
         norm_order=float(optimizer.clip_order),
         dropout=config.dropout,

@@ -13,7 +13,7 @@ from dtengine.mesh import build_mesh
 from dtengine.model import parameters
 from dtengine.ops import Recorded
 from dtengine.optim import sgd
-from dtengine.parameters import COMPUTE_DTYPES
+from dtengine.parameters import COMPUTE_DTYPES, has_master
 from dtengine.screens import bytes_text
 from dtengine.step import make_step
 from dtengine.torch_private import fake_process_group
@@ -28,15 +28,17 @@ def explain(setup: Setup, console: Console) -> None:
     plan, sizes = setup.plan, setup.plan.sizes
     console.print(f"[bold]plan {plan.name} on {plan.mesh_text()}[/]: {plan.num_ranks} ranks", highlight=False)
     wide = 8 if setup.step.precision == "fp64" else 4
+    master = has_master(plan, setup.step.precision)  # stored in the compute dtype
     params = parameters(setup.model.specs(setup.model_config))
     console.print("\n[bold]Parameters[/], in each layout: placement over the mesh axes, bytes per rank (largest)")
     for name, param in _once(params.items(), lambda p: (p.axes, p.shape)):
         _heading(console, name, param.names, param.shape, wide)
         alike: dict[tuple, list[Layout]] = {}
         for layout in (plan.params, plan.grads, plan.optimizer, plan.compute):
-            alike.setdefault(layout.rules, []).append(layout)
+            alike.setdefault((layout.rules, layout is plan.params and master), []).append(layout)
         for layouts in alike.values():
-            used = COMPUTE_DTYPES[setup.step.precision].itemsize if layouts == [plan.compute] else wide
+            narrow = layouts == [plan.compute] or (master and layouts == [plan.params])
+            used = COMPUTE_DTYPES[setup.step.precision].itemsize if narrow else wide
             _line(console, layouts, param.names, param.shape, sizes, used)
 
     found: dict[str, Recorded] = {}

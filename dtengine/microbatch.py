@@ -95,11 +95,13 @@ class Microbatch:
         order: what runs when.
         functions: of the parts.
         dropout: whether a dropout key is needed.
+        reduce_dtype: dtype in which gradients are summed over ranks; they are accumulated over microbatches in fp32 (fp64).
     """
 
     order: Order
     functions: PartFunctions
     dropout: bool
+    reduce_dtype: torch.dtype
 
     @property
     def parameters(self) -> Parameters:
@@ -338,16 +340,18 @@ class Microbatch:
         if not last:
             return []
         target = [parameters.placements(plan.optimizer, n) for n in names]
-        return redistribute(local, [Move(*m) for m in zip(placed, target, shapes, strict=True)], mesh)
+        local = [one.to(self.reduce_dtype) for one in local]
+        reduced = redistribute(local, [Move(*m) for m in zip(placed, target, shapes, strict=True)], mesh)
+        return [one.to(parameters.dtype) for one in reduced]
 
     def _sum(self, name: str, found: Sequence[tuple[Tensor, Placements]]) -> tuple[Tensor, Placements]:
         """Add the gradients that a parameter's uses gave, in the dtype of reductions."""
         parameters = self.parameters
         source = self._source(name, [placements for _, placements in found])
         if not found:
-            return parameters.empty(name, source).zero_(), source
+            return parameters.empty(name, source, self.reduce_dtype).zero_(), source
         shape = parameters.specs[name].shape
-        terms = [one.to(parameters.dtype) for one, _ in found]
+        terms = [one.to(self.reduce_dtype) for one, _ in found]
         if len(terms) > 1:
             moves = [Move(placements, source, shape) for _, placements in found]
             terms = redistribute(terms, moves, parameters.mesh)

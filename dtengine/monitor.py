@@ -31,7 +31,7 @@ STATUSES = ("starting", "running", "saving", "finished", "failed")
 STATUS_FIELDS = (
     *("status", "run", "step", "steps", "loss", "heldout_loss", "throughput_samples_per_sec", "tokens_per_sec"),
     *("checkpoint_saved_at", "error", "rank", "world_size", "backend", "mesh", "plan"),
-    *("gpu_memory_used_gb", "gpu_memory_total_gb"),
+    *("gpu_memory_used_gb", "gpu_memory_total_gb", "loss_scale"),
 )
 STATUS_INTERVAL_S = 0.25  # between two writes of status.json when only numbers changed
 TAGS = {

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from dtengine import random
-from dtengine.kernels import contract, rms_norm, split_cross_entropy, wide
+from dtengine.kernels import contract, layer_norm, look_up_rows, rms_norm, split_cross_entropy, wide
 from dtengine.layout import Axes, Layout, Placements, axes_of
 from dtengine.mesh import Mesh
 from dtengine.shard import Move, bounds_of, redistribute, wrap
@@ -168,11 +168,11 @@ class Ops:
 
         def look_up(rows: Tensor, ids: Tensor) -> Tensor:
             if (start, stop) == (0, table.shape[0]):
-                return F.embedding(ids, rows)
+                return look_up_rows(rows, ids)
             mine = (ids >= start) & (ids < stop)
             if stop == start:  # this rank has no row
                 return rows.sum() + ids.unsqueeze(-1) * rows.new_zeros(rows.shape[1])
-            return F.embedding(torch.where(mine, ids - start, 0), rows) * mine.unsqueeze(-1)
+            return look_up_rows(rows, torch.where(mine, ids - start, 0)) * mine.unsqueeze(-1)
 
         inputs = (("vocab", "embed"), ("batch", "seq"))
         x = self._call("embedding", look_up, inputs, ("batch", "seq", "embed"), (table, tokens), True)
@@ -181,7 +181,7 @@ class Ops:
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
         """Normalise [batch, res_seq, embed] over embed to mean 0 and variance 1; then scale and shift."""
         equation = "batch res_seq embed, embed, embed -> batch res_seq embed"
-        return self.local(lambda x, w, b: F.layer_norm(x, w.shape, w, b, eps), equation, x, weight, bias, whole="embed")
+        return self.local(lambda x, w, b: layer_norm(x, w, b, eps), equation, x, weight, bias, whole="embed")
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
         """Divide [batch, res_seq, embed] by its root mean square over embed; then scale."""

@@ -13,7 +13,16 @@ from dtengine.mesh import Mesh
 from dtengine.model import Param
 from dtengine.shard import Move, bounds_of, wrap
 
-COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+
+def has_master(plan: Plan, precision: str) -> bool:
+    """Whether parameters are stored in the compute dtype, and their fp32 master is part of the optimizer state.
+
+    So it is in bf16 and fp16 where dp does not split the parameters (ddp, zero1, zero2). Where it does (fsdp), the fp32
+    shards are the master.
+    """
+    return precision in ("bf16", "fp16") and not any(rule.mesh_axis == "dp" for rule in plan.params.rules)
 
 
 @dataclass(frozen=True)
@@ -36,13 +45,23 @@ class Parameters:
 
     @property
     def dtype(self) -> torch.dtype:
-        """dtype of stored parameters, gradients and optimizer state."""
+        """dtype of gradients and optimizer state, and of the parameters that an update changes."""
         return torch.float64 if self.precision == "fp64" else torch.float32
 
     @property
     def compute_dtype(self) -> torch.dtype:
         """dtype that parameters have where they are used."""
         return COMPUTE_DTYPES[self.precision]
+
+    @property
+    def has_master(self) -> bool:
+        """Whether an fp32 master lies beside the stored parameters."""
+        return has_master(self.plan, self.precision)
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """dtype of the parameters in the params layout."""
+        return self.compute_dtype if self.has_master else self.dtype
 
     def placements(self, layout: Layout, name: str) -> Placements:
         """Return where a layout puts a parameter."""
@@ -55,18 +74,18 @@ class Parameters:
             for n in (self.specs if names is None else names)
         ]
 
-    def empty(self, name: str, placements: Placements) -> Tensor:
-        """Return this rank's uninitialised shard."""
+    def empty(self, name: str, placements: Placements, dtype: torch.dtype | None = None) -> Tensor:
+        """Return this rank's uninitialised shard, by default in ``dtype`` of this class."""
         bounds = bounds_of(self.specs[name].shape, placements, self.mesh)
-        return torch.empty([stop - start for start, stop in bounds], dtype=self.dtype, device=self.device)
+        return torch.empty([stop - start for start, stop in bounds], dtype=dtype or self.dtype, device=self.device)
 
     def wrap(self, name: str, local: Tensor, placements: Placements) -> DTensor:
         """Return the DTensor of this rank's shard."""
         return wrap(local, self.mesh, placements, self.specs[name].shape)
 
-    def initial(self, name: str, seed: int) -> DTensor:
-        """Draw this rank's shard of a parameter in the params layout."""
-        placements = self.placements(self.plan.params, name)
+    def initial(self, name: str, seed: int, layout: Layout) -> DTensor:
+        """Draw this rank's shard of a parameter in a layout."""
+        placements = self.placements(layout, name)
         spec = self.specs[name]
         local = init_param(spec, name, seed, bounds_of(spec.shape, placements, self.mesh), self.device)
         return self.wrap(name, local.to(self.dtype), placements)

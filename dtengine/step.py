@@ -10,7 +10,7 @@ no accumulation or reduction rescales.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dtengine import random
+from dtengine import loss_scale, random
 from dtengine.data import Batch
 from dtengine.executors import EagerExecutor, GraphExecutor
 from dtengine.layout import Plan
@@ -35,21 +35,33 @@ from dtengine.passes import Effect
 from dtengine.program import Program, check_collectives, collectives_of, count_collectives
 from dtengine.recompute import parse_saving
 from dtengine.torch_private import FakeTensorMode, all_gather_flat, all_reduce
-from dtengine.update import Updater
+from dtengine.update import Updater, unscale
 
 
 class State(NamedTuple):
     """All that a step changes.
 
     Attributes:
-        step: number of updates done.
-        params: {name: DTensor} in the params layout, fp32 (fp64 where computed so).
+        step: number of steps done, which is the position in data and learning rate. In fp16 some may have been skipped;
+            AdamW's bias correction counts without them.
+        params: {name: DTensor} in the params layout: fp32 (fp64 where computed so), or the compute dtype where there is
+            a master.
         slots: {name: {slot: DTensor}} in the optimizer layout, or whole where the optimizer says so.
+        master: {name: DTensor} in the optimizer layout, the fp32 parameters of which ``params`` are a cast; empty where
+            params are fp32 themselves (see ``parameters.has_master``).
+        scale: in fp16 the loss scale, float32 [3] as ``loss_scale.LossScale``, whole on every rank; else None.
     """
 
     step: int
     params: dict[str, DTensor]
     slots: dict[str, dict[str, DTensor]]
+    master: Mapping[str, DTensor]
+    scale: Tensor | None
+
+    @property
+    def weights(self) -> Mapping[str, DTensor]:
+        """The parameters in full precision: the master where there is one."""
+        return self.master or self.params
 
 
 class Metrics(NamedTuple):
@@ -58,9 +70,10 @@ class Metrics(NamedTuple):
     Attributes:
         loss: nats per counted token of the global batch.
         norm: gradient norm before clipping.
-        finite: 0.0 where loss or norm was not finite; then nothing was updated.
+        finite: 0.0 where loss or norm was not finite; then nothing was updated but the loss scale.
         bad_data: [coordinates] 1.0 for each data-parallel coordinate whose own loss was not finite.
         lr: learning rate of the update; the one number that is not a tensor.
+        scale: in fp16 the loss scale that the step used; else None.
     """
 
     loss: Tensor
@@ -68,6 +81,7 @@ class Metrics(NamedTuple):
     finite: Tensor
     bad_data: Tensor
     lr: float
+    scale: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -78,7 +92,10 @@ class StepConfig:
         microbatch: sequences that one data-parallel coordinate takes in one pass.
         seq: tokens in a sequence.
         microbatches: passes that make a step.
-        precision: a key of COMPUTE_DTYPES; parameters, gradients and optimizer state are fp32 (fp64 with fp64).
+        precision: a key of COMPUTE_DTYPES; master parameters, gradients and optimizer state are fp32 (fp64 with fp64).
+        reduce_dtype: gradients are summed over ranks in fp32 ("fp32"; fp64 with fp64) or in the compute dtype ("compute").
+        loss_scale: first loss scale of fp16, a power of two.
+        loss_scale_window: good steps in a row after which it is doubled.
         clip: largest global gradient norm; 0 clips nothing.
         norm_order: order of that norm: 1, 2 or inf.
         dropout: probability in [0, 1).
@@ -100,6 +117,9 @@ class StepConfig:
     seq: int
     microbatches: int = 1
     precision: str = "fp32"
+    reduce_dtype: str = "fp32"
+    loss_scale: float = 2.0**16
+    loss_scale_window: int = 2000
     clip: float = 1.0
     norm_order: float = 2.0
     dropout: float = 0.0
@@ -182,20 +202,25 @@ class Step:
         if count is None:
             count = self.global_count(batches)
         self.prepare()
-        params, slots, loss, scalars = self._accumulated(state, batches, count)
+        params, loss, scalars, scale = self._accumulated(state, batches, count)
+        with torch.no_grad():
+            master = [p.to_local() for p in state.master.values()]
+            slots = [s.to_local() for name in state.params for s in state.slots[name].values()]
         lr = self.rate(state.step)
         now = (torch.tensor(lr, dtype=torch.float64), torch.tensor(float(state.step + 1)))
-        buffers = self.buffers.values()
-        loss, norm, finite, bad = self.programs["step"](*params, *slots, *batches[-1], *scalars, loss, *now, *buffers)
-        return State(state.step + 1, state.params, state.slots), Metrics(loss, norm, finite, bad, lr)
+        changed = (*params, *master, *slots)
+        loss, norm, finite, bad, *used = self.programs["step"](
+            *changed, *batches[-1], *scalars, loss, *now, *scale, *self.buffers.values()
+        )
+        return state._replace(step=state.step + 1), Metrics(loss, norm, finite, bad, lr, used[0] if used else None)
 
     def gradients(self, state: State, batches: Sequence[Batch], count: float) -> dict[str, DTensor]:
         """Return the raw gradients of a step, reduced to the optimizer layout and not clipped; for tests and verify."""
         self.prepare()
         if "gradients" not in self.programs:
             self._make("gradients")
-        params, _, _, scalars = self._accumulated(state, batches, count)
-        found = self.programs["gradients"](*params, *batches[-1], *scalars, *self.buffers.values())
+        params, _, scalars, scale = self._accumulated(state, batches, count)
+        found = self.programs["gradients"](*params, *batches[-1], *scalars, *scale, *self.buffers.values())
         layout = self.plan.optimizer
         return {
             name: self.parameters.wrap(name, g.clone(), self.parameters.placements(layout, name))
@@ -248,7 +273,7 @@ class Step:
             functions = PartFunctions(self.functions.model, self.parameters, self.functions.ops, record=record)
             run = EagerExecutor(functions, parse_saving("none", None))
             params = dict(zip(self.params, fakes["params"], strict=True))
-            Microbatch(self.microbatch.order, functions, False).evaluate(run, params, fakes["batch"])
+            replace(self.microbatch, functions=functions, dropout=False).evaluate(run, params, fakes["batch"])
 
     @property
     def effects(self) -> list[Effect]:
@@ -259,11 +284,11 @@ class Step:
 
     def _accumulated(
         self, state: State, batches: Sequence[Batch], count: float
-    ) -> tuple[list[Tensor], list[Tensor], Tensor, list[Tensor]]:
-        """Run all microbatches but the last; return (parameters, slots, summed loss so far, [seed, dropout key])."""
+    ) -> tuple[list[Tensor], Tensor, list[Tensor], list[Tensor]]:
+        """Run all microbatches but the last; return (parameters, summed loss so far, [1 / count, dropout key], [scale])."""
         with torch.no_grad():
             params = [p.to_local() for p in state.params.values()]
-            slots = [s.to_local() for name in state.params for s in state.slots[name].values()]
+        scale = [] if state.scale is None else [state.scale]
         inverse = torch.tensor(1.0 / max(count, 1e-30), dtype=torch.float64).to(self.dtype).to(self.device)
         key = random.fold(random.key(self.config.seed, "dropout"), torch.tensor(state.step)).to(self.device)
         loss = torch.zeros((), dtype=self.dtype, device=self.device)
@@ -271,8 +296,8 @@ class Step:
             for flat in self.buffers.values():
                 flat.zero_()
         for batch in batches[:-1]:
-            loss = self.programs["accumulate"](*params, *batch, inverse, key, loss, *self.buffers.values())[0]
-        return params, slots, loss, [inverse, key]
+            loss = self.programs["accumulate"](*params, *batch, inverse, key, loss, *scale, *self.buffers.values())[0]
+        return params, loss, [inverse, key], scale
 
     def _run(self, run: Any, program: str, inputs: Mapping[str, list], buffer: Callable[[int, int], Any]) -> list:
         """Run what a program consists of.
@@ -280,19 +305,24 @@ class Step:
         Args:
             run: the executor.
             program: "accumulate", "step", "gradients" or "evaluate ...".
-            inputs: {"params", "slots", "batch", "scalars": [seed, key, loss, lr, number]}; those that it needs.
+            inputs: {"params", "master", "slots", "batch", "scalars": [1 / count, key, loss, lr, number], "scale"}; those
+                that it needs.
             buffer: gives a group's flat accumulation buffer, by its number and size.
         """
         params = dict(zip(self.params, inputs["params"], strict=True))
         batch = inputs["batch"]
         if program.startswith("evaluate"):
             return self.microbatch.evaluate(run, params, batch)
-        seed, key, *rest = inputs["scalars"]
+        inverse, key, *rest = inputs["scalars"]
+        seed, scale = inverse, inputs["scale"]
+        if scale:
+            (seed,) = run.call(("seed",), lambda inverse, scale: [inverse * scale[0]], [inverse, *scale])
         last = program != "accumulate"
         buffers = buffer if self.config.microbatches > 1 else None
         loss, grads = self.microbatch.train(run, params, batch, key, seed, buffers, last=last)
         if program == "gradients":
-            return [grads[n] for n in self.params]
+            raw = [*scale, *(grads[n] for n in self.params)]
+            return run.call(("unscale",), lambda scale, *grads: unscale(list(grads), scale), raw) if scale else raw
         so_far, *now = rest
         if program == "accumulate":
             return run.call(("add",), lambda a, b: [a + b], [so_far, loss])
@@ -301,19 +331,20 @@ class Step:
         def update(*tensors: Tensor) -> list[Tensor]:
             rest = iter(tensors)
             params = [next(rest) for _ in names]
+            master = [next(rest) for _ in inputs["master"]]
             slots = [{slot: next(rest) for slot in self.updater.slot_names(name)} for name in names]
             grads = [next(rest) for _ in names]
-            seed, so_far, loss, lr, number = rest
-            return self.updater(params, slots, grads, (so_far + loss) * seed, lr, number)
+            inverse, so_far, loss, lr, number, *last = rest
+            scale, loss = last[0] if last else None, (so_far + loss) * inverse
+            return self.updater(params, slots, grads, loss, lr, number, master=master, scale=scale)
 
-        scalars = [seed, so_far, loss, *now]
-        return run.call(
-            ("update",), update, [*inputs["params"], *inputs["slots"], *(grads[n] for n in names), *scalars]
-        )
+        scalars = [inverse, so_far, loss, *now, *scale]
+        changed = [*inputs["params"], *inputs["master"], *inputs["slots"]]
+        return run.call(("update",), update, [*changed, *(grads[n] for n in names), *scalars])
 
     def _make(self, name: str, batch: Batch | None = None) -> None:
         """Make a program, and compare its collectives over all ranks."""
-        groups = [g for g in ("params", "slots", "batch", "scalars") if g in _INPUTS[name.split()[0]]]
+        groups = _INPUTS[name.split()[0]]
         num_scalars = {"step": 5, "accumulate": 3, "gradients": 2}.get(name, 0)
         examples = self._examples(batch)
         examples["scalars"] = examples["scalars"][:num_scalars]
@@ -378,11 +409,12 @@ class Step:
             batch = Batch(tokens, torch.empty_like(tokens), weights, rows)
         scalar = torch.empty((), dtype=self.dtype, device=device)
 
-        def shards(layout: Any) -> list[Tensor]:
-            return [parameters.empty(name, parameters.placements(layout, name)) for name in self.params]
+        def shards(layout: Any, dtype: torch.dtype | None = None) -> list[Tensor]:
+            return [parameters.empty(name, parameters.placements(layout, name), dtype) for name in self.params]
 
         return {
-            "params": shards(self.plan.params),
+            "params": shards(self.plan.params, parameters.stored_dtype),
+            "master": shards(self.plan.optimizer) if parameters.has_master else [],
             "slots": [s.to_local() for name in self.params for s in self.updater.init_slots(name).values()],
             "batch": list(batch),
             "scalars": [
@@ -392,13 +424,14 @@ class Step:
                 torch.empty((), dtype=torch.float64),
                 torch.empty(()),
             ],
+            "scale": [torch.empty(3, device=device)] if config.precision == "fp16" else [],
         }
 
 
 _INPUTS = {
-    "accumulate": ("params", "batch", "scalars"),
-    "step": ("params", "slots", "batch", "scalars"),
-    "gradients": ("params", "batch", "scalars"),
+    "accumulate": ("params", "batch", "scalars", "scale"),
+    "step": ("params", "master", "slots", "batch", "scalars", "scale"),
+    "gradients": ("params", "batch", "scalars", "scale"),
     "evaluate": ("params", "batch"),
 }
 
@@ -420,6 +453,9 @@ def make_step(
     """
     if config.precision not in COMPUTE_DTYPES:
         raise ValueError(f"--precision {config.precision}: use one of {', '.join(COMPUTE_DTYPES)}.")
+    if config.reduce_dtype not in ("fp32", "compute"):
+        raise ValueError(f"--reduce-dtype {config.reduce_dtype}: use fp32 or compute.")
+    loss_scale.check(config.loss_scale, config.loss_scale_window)
     parse_saving(config.recompute, config.activation_budget)
     specs = model.specs(model_config)
     params = model_parameters(specs)
@@ -435,12 +471,24 @@ def make_step(
     )
     functions = PartFunctions(model, placed, ops)
     order = make_order(parts_of(specs, params), placed, config.bucket_mb, config.prefetch, config.reshard)
-    microbatch = Microbatch(order, functions, config.dropout > 0)
-    return Step(functions, microbatch, Updater(placed, optimizer, config.clip, config.norm_order), config, rate)
+    reduce_dtype = placed.compute_dtype if config.reduce_dtype == "compute" else placed.dtype
+    microbatch = Microbatch(order, functions, config.dropout > 0, reduce_dtype)
+    updater = Updater(placed, optimizer, config.clip, config.norm_order, config.loss_scale_window)
+    return Step(functions, microbatch, updater, config, rate)
 
 
 def init_state(step: Step) -> State:
     """Draw the initial parameters, each rank its own shards; a value depends on (seed, name, global index) alone."""
-    parameters = step.parameters
-    params = {name: parameters.initial(name, step.config.seed) for name in step.params}
-    return State(0, params, {name: step.updater.init_slots(name) for name in params})
+    parameters, plan, seed = step.parameters, step.plan, step.config.seed
+    params, master = {}, {}
+    for name in step.params:
+        drawn = parameters.initial(name, seed, plan.params)
+        placements = parameters.placements(plan.params, name)
+        params[name] = parameters.wrap(name, drawn.to_local().to(parameters.stored_dtype), placements)
+        if parameters.has_master:
+            master[name] = parameters.initial(name, seed, plan.optimizer)
+    slots = {name: step.updater.init_slots(name) for name in params}
+    scale = None
+    if step.config.precision == "fp16":
+        scale = torch.tensor(loss_scale.LossScale(step.config.loss_scale), device=step.device)
+    return State(0, params, slots, master, scale)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from dtengine import checkpoint, config, launch, monitor, random, ranks
+from dtengine import checkpoint, config, launch, loss_scale, monitor, random, ranks
 from dtengine.config import TrainOptions, fail
 from dtengine.data import Loader, heldout_batches, pin, token_checksum, train_batches
 from dtengine.explain import explain
@@ -178,7 +178,8 @@ def steps(job: Job, step: Step, state: State, mesh: Mesh, device: torch.device, 
             state, metrics = step(state, batches, count)
             loss, norm = stop_if_not_finite(metrics, number, mesh, setup.plan)
             if watch is not None:
-                watch.stepped(number + 1, loss, norm, metrics.lr, time.perf_counter() - began, waited)
+                scale = None if metrics.scale is None else metrics.scale.item()
+                watch.stepped(number + 1, loss, norm, metrics.lr, time.perf_counter() - began, waited, scale)
             done = number + 1
             if done == last or (options.data.eval_every and done % options.data.eval_every == 0):
                 heldout = evaluate(job, step, state, coordinate, device)
@@ -205,18 +206,25 @@ def evaluate(job: Job, step: Step, state: State, coordinate: int, device: torch.
 
 
 def stop_if_not_finite(metrics: Metrics, number: int, mesh: Mesh, plan: Plan) -> tuple[float, float]:
-    """Read loss and norm; raise NonFinite on all ranks alike where one of them is not finite."""
+    """Read loss and norm; raise NonFinite on all ranks alike where one of them is not finite.
+
+    In fp16 such a step is skipped and the loss scale halved, unless it is the smallest one already.
+    """
     loss, norm = metrics.loss.item(), metrics.norm.item()
     if math.isfinite(loss) and math.isfinite(norm):
+        return loss, norm
+    if metrics.scale is not None and metrics.scale.item() > loss_scale.SMALLEST:
         return loss, norm
     bad = [c for c, flag in enumerate(metrics.bad_data.tolist()) if flag]
     theirs = [r for r, c in enumerate(data_coordinates(mesh, plan)) if c in bad]
     whose = (
         f"on the data of ranks {', '.join(map(str, theirs))}" if theirs else "though every rank's own loss was finite"
     )
+    scaled = "" if metrics.scale is None else f" at loss scale {metrics.scale.item():g}, the smallest"
+    cure = "" if metrics.scale is None else ", with --precision bf16"
     raise NonFinite(
-        f"step {number + 1}: loss {loss}, gradient norm {norm}, {whose}; nothing was updated. Resume from the last "
-        "checkpoint with a lower --lr, more --warmup or a smaller --clip, or look at that data."
+        f"step {number + 1}: loss {loss}, gradient norm {norm}{scaled}, {whose}; nothing was updated. Resume from the last "
+        f"checkpoint with a lower --lr, more --warmup or a smaller --clip{cure}, or look at that data."
     )
 
 

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from dtengine import loss_scale
 from dtengine.optimizer import Leaf, Optimizer, Slots, Update
 from dtengine.parameters import Parameters
 from dtengine.shard import bounds_of, redistribute, wrap
-from dtengine.torch_private import all_reduce, norms, scale
+from dtengine.torch_private import all_reduce, norms
+from dtengine.torch_private import scale as multiply
 
 
 @dataclass(frozen=True)
@@ -26,12 +28,14 @@ class Updater:
         optimizer: what changes them.
         clip: largest global gradient norm; 0 clips nothing.
         norm_order: order of that norm: 1, 2 or inf.
+        loss_scale_window: good steps in a row after which fp16's loss scale is doubled.
     """
 
     parameters: Parameters
     optimizer: Optimizer
     clip: float
     norm_order: float
+    loss_scale_window: int = 2000
 
     def init_slots(self, name: str) -> dict[str, DTensor]:
         """Return a parameter's slots as they start: zero, each rank its shard."""
@@ -50,44 +54,64 @@ class Updater:
         return list(self.optimizer.slots(self.parameters.specs[name]))
 
     def __call__(
-        self, params: list[Tensor], slots: list[Slots], grads: list[Tensor], loss: Tensor, lr: Tensor, number: Tensor
+        self,
+        params: list[Tensor],
+        slots: list[Slots],
+        grads: list[Tensor],
+        loss: Tensor,
+        lr: Tensor,
+        number: Tensor,
+        *,
+        master: list[Tensor],
+        scale: Tensor | None,
     ) -> list[Tensor]:
         """Update parameters and slots in place, unless loss or norm is not finite on some rank.
 
         Args:
             params: shards in the params layout.
             slots: of each parameter, shards as ``init_slots`` lays them out.
-            grads: shards in the optimizer layout, reduced.
+            grads: shards in the optimizer layout, reduced; in fp16 times the loss scale.
             loss: this rank's term of the mean loss of the global batch.
             lr: learning rate, float64.
-            number: of this update, from 1, float32.
+            number: of this step, from 1, float32.
+            master: fp32 shards in the optimizer layout, of which params are a cast; none where params are fp32.
+            scale: in fp16 the loss scale, float32 [3] as LossScale; changed in place.
 
         Returns:
             [loss, norm before clipping, whether all was finite (1.0 or 0.0), for each data-parallel coordinate whether
-            its own loss was not]: equal on all ranks.
+            its own loss was not, in fp16 the scale that was used]: equal on all ranks.
         """
-        # 1. agree on loss and norm; 2. clip; 3. optimizer, on shards; 4. store
+        # 1. unscale; 2. agree on loss and norm; 3. clip; 4. optimizer, on shards; 5. store; 6. the next loss scale
         parameters, plan, mesh = self.parameters, self.parameters.plan, self.parameters.mesh
+        if scale is not None:
+            grads = unscale(grads, scale)
+            number = number - scale[2]  # a skipped step does not count for AdamW's bias correction
         loss, norm, bad = self._agree(loss, grads)
         finite = torch.isfinite(loss) & torch.isfinite(norm)
 
         if self.clip:
             factor = torch.where(finite, self.clip / norm.clamp(min=self.clip), 0.0)
-            grads = scale(grads, factor)
+            grads = multiply(grads, factor)
 
         skip = 1.0 - finite.to(torch.float32)
-        shards = redistribute(params, parameters.moves(plan.params, plan.optimizer), mesh)
+        shards = master or redistribute(params, parameters.moves(plan.params, plan.optimizer), mesh)
         leaves = [
             Leaf(spec, parameters.placements(plan.optimizer, name), shard, grad, own)
             for (name, spec), shard, grad, own in zip(parameters.specs.items(), shards, grads, slots, strict=True)
         ]
         self.optimizer.update(leaves, mesh, Update(lr, number, skip))
 
-        stored = redistribute(shards, parameters.moves(plan.optimizer, plan.params), mesh)
+        cast = [shard.to(parameters.stored_dtype) for shard in shards]  # before the gather: half the bytes
+        stored = redistribute(cast, parameters.moves(plan.optimizer, plan.params), mesh)
         for param, shard, new in zip(params, shards, stored, strict=True):
             if param is not shard:
                 param.copy_(new)
-        return [loss, norm, finite.to(torch.float32), bad]
+        found = [loss, norm, finite.to(torch.float32), bad]
+        if scale is None:
+            return found
+        used = scale[0].clone()
+        scale.copy_(loss_scale.advance(scale, finite, self.loss_scale_window))
+        return [*found, used]
 
     def _agree(self, loss: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return loss, norm and which coordinates had a non-finite loss, summed once over the mesh.
@@ -129,3 +153,8 @@ def global_norm_terms(grads: Sequence[Tensor], order: float) -> Tensor:
     present = [g for g in grads if g.numel()]
     found = torch.stack(norms(present, order))
     return found.amax() if math.isinf(order) else found.pow(order).sum()
+
+
+def unscale(grads: list[Tensor], scale: Tensor) -> list[Tensor]:
+    """Divide reduced fp32 gradients by the loss scale, a power of two: no rounding."""
+    return multiply(grads, 1.0 / scale[0])

@@ -13,6 +13,7 @@ from dtengine.data import BatchShape, bigram_loss
 from dtengine.job import Job
 from dtengine.layout import Layout, local_bounds
 from dtengine.model import parameters
+from dtengine.parameters import COMPUTE_DTYPES, has_master
 from dtengine.step import Step
 
 
@@ -64,26 +65,53 @@ class Watch:
         self.progress.__enter__()
         self.status.update(status="running")
 
-    def stepped(self, step: int, loss: float, norm: float, lr: float, seconds: float, waited: float) -> None:
-        """Show and write one step (numbered from 1): nats per token, seconds of the step and of waiting for data in it."""
+    def stepped(
+        self,
+        step: int,
+        loss: float,
+        norm: float,
+        lr: float,
+        seconds: float,
+        waited: float,
+        scale: float | None = None,
+    ) -> None:
+        """Show and write one step.
+
+        Args:
+            step: numbered from 1.
+            loss: nats per token.
+            norm: of the gradient, before clipping.
+            lr: learning rate.
+            seconds: of the step.
+            waited: seconds of waiting for data in it.
+            scale: loss scale that it used, in fp16; with a loss or norm that is not finite the step was skipped.
+        """
         rate = self.tokens / seconds
         self.last = (loss, norm)
         self.progress.update(step, loss, rate)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self.progress.note(f"step {step}: overflow at loss scale {scale:.0f}; skipped, the scale is halved")
         if step % self.job.options.run.log_every == 0:
             used, _, host = monitor.memory_gb(self.device)
             self.events.scalars(
                 step,
                 loss=loss,
-                gradient_norm=norm,
+                gradient_norm=norm if math.isfinite(norm) else None,
                 learning_rate=lr,
                 tokens_per_second=rate,
                 step_seconds=seconds,
                 data_wait_seconds=waited,
                 memory_gb=host if used is None else used,
+                loss_scale=scale,
             )
         sequences = self.job.setup.global_batch / seconds
         self.status.update(
-            status="running", step=step, loss=loss, tokens_per_sec=rate, throughput_samples_per_sec=sequences
+            status="running",
+            step=step,
+            loss=loss,
+            tokens_per_sec=rate,
+            throughput_samples_per_sec=sequences,
+            loss_scale=scale,
         )
 
     def evaluated(self, step: int, loss: float) -> None:
@@ -167,7 +195,9 @@ def start_facts(
 
     width = 8 if setup.step.precision == "fp64" else 4
     optimizer = setup.optimizer(job.options.optimizer)
-    total = width * (held(plan.params) + held(plan.grads) + state(whole=False))
+    master = has_master(plan, setup.step.precision)
+    stored = COMPUTE_DTYPES[setup.step.precision].itemsize if master else width
+    total = stored * held(plan.params) + width * (held(plan.grads) + state(whole=False) + master * held(plan.optimizer))
     shape: BatchShape = setup.batch_shape
     rate = f"{job.rate.peak:.3g}, {job.rate.warmup} steps warm-up, {job.rate.decay} decay"
     facts = [
@@ -185,6 +215,6 @@ def start_facts(
     if start:
         facts.append(("resumed", f"at step {start}"))
     if plan.num_ranks > 1:
-        one = width * (2 * whole + state(whole=True))
+        one = whole * (stored + width * (1 + master)) + width * state(whole=True)
         facts.append(("one device", f"would hold {screens.bytes_text(one)} of state without any of this communication"))
     return facts

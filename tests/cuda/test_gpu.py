@@ -38,11 +38,13 @@ def losses(folder: Path, *options: str) -> list[float]:
     return [status["loss"], status["heldout_loss"]]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_nccl_gives_what_gloo_gives(tmp_path: Path, precision: str) -> None:
     """As many ranks as GPUs, over NCCL, end at the loss that one CPU rank ends at."""
     gpus = torch.cuda.device_count()
-    ours = losses(tmp_path / "gpu", "--mesh", str(gpus), "--backend", "nccl", "--precision", precision)
+    ours = losses(
+        tmp_path / "gpu", "--mesh", str(gpus), "--backend", "nccl", "--precision", precision, "--loss-scale", "256"
+    )
     cpu = losses(tmp_path / "cpu", "--mesh", "1", "--backend", "gloo")
     assert ours == pytest.approx(cpu, rel=1e-4 if precision == "fp32" else 2e-2)
     status = json.loads((tmp_path / "gpu" / "status.json").read_text())

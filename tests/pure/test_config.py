@@ -96,6 +96,9 @@ OPTIONS = {
     "--clip": ("0.5", "clip", 0.5),
     "--clip-order": ("inf", "clip_order", "inf"),
     "--precision": ("bf16", "precision", "bf16"),
+    "--reduce-dtype": ("compute", "reduce_dtype", "compute"),
+    "--loss-scale": ("1024", "loss_scale", 1024.0),
+    "--loss-scale-window": ("50", "loss_scale_window", 50),
     "--seed": ("3", "seed", 3),
     "--recompute": ("every-2", "recompute", "every-2"),
     "--activation-budget": ("0.6", "activation_budget", 0.6),
@@ -367,6 +370,11 @@ def test_a_setup_holds_what_shapes_the_step():
 @pytest.mark.parametrize(
     ("given_options", "message"),
     [
+        (
+            {"program": {"loss_scale": 1000.0}},
+            "--loss-scale 1000: must be a power of two from 1 to 16777216, so that scaling rounds nothing. Use 65536.",
+        ),
+        ({"program": {"loss_scale_window": 0}}, "--loss-scale-window 0: a number of steps, at least 1."),
         (
             {"model": {"model": "bert"}},
             "--model bert: no such model. Use gpt or llama, or a file of your own as path/to/file.py:name.",

@@ -19,6 +19,7 @@ FILES = pytest.mark.parametrize("path", [*ENGINE, *MODELS], ids=lambda p: f"{p.p
 LEVELS = {
     # names, numbers and what stands between us and torch or the machine
     "layout": 0,
+    "loss_scale": 0,
     "logs": 0,
     "random": 0,
     "ranks": 0,

@@ -137,6 +137,10 @@ def cases(draw: st.DrawFn, plan: str | None = None, num_ranks: int | None = None
     """Draw a whole command line, of one plan and number of ranks where given; sizes are odd by default."""
     num_ranks = num_ranks or draw(st.sampled_from(tuple(RANKS)))
     model = draw(st.sampled_from(("llama", "gpt", "llama", "gpt", OWN)))
+    # Tolerances of 16 bits are of gradients that are sums of many terms and of a short way from there: OWN's scalar gain
+    # cancels to nearly nothing, and large steps without a clip multiply any difference.
+    precision = "fp64" if model == OWN else draw(st.sampled_from(("fp64", "fp64", "fp64", "fp64", "bf16", "fp16")))
+    narrow = precision != "fp64"
     heads, kv_heads = draw(st.sampled_from(HEADS))
     return VerifyOptions(
         check=CheckOptions(draw(st.sampled_from((0.2, 0.0, 0.5, 1.0))), draw(st.booleans())),
@@ -163,15 +167,16 @@ def cases(draw: st.DrawFn, plan: str | None = None, num_ranks: int | None = None
         optimizer=replace(
             SGD,
             steps=draw(st.integers(2, 3)),
-            lr=draw(st.sampled_from((1.0, 0.3))),
+            lr=draw(st.sampled_from((0.1,) if narrow else (1.0, 0.3))),
             momentum=draw(st.sampled_from((0.0, 0.9))),
             weight_decay=draw(st.sampled_from((0.0, 0.1))),
-            clip=draw(st.sampled_from((0.1, 0.0, 1e3))),
+            clip=draw(st.sampled_from((0.1,) if narrow else (0.1, 0.0, 1e3))),
             clip_order=draw(st.sampled_from(("2", "1", "inf"))),
             seed=draw(st.integers(0, 5)),
         ),
         program=replace(
             VerifyOptions().program,
+            precision=precision,
             recompute="none" if (budget := draw(st.sampled_from((None, None, 0.6, 0.3)))) else draw(RECOMPUTE),
             activation_budget=budget,
             prefetch=draw(st.sampled_from((1, 0, 2))),
@@ -279,13 +284,14 @@ def check_equal(pool: Pool, options: VerifyOptions) -> Report:
 @pytest.mark.timeout(1800)
 def test_any_plan_equals_one_device(pool: Pool, distribution: dict[str, Counter[str]]) -> None:
     """Loss of each step, raw gradients and norm of step 1, and parameters after the last step equal one device's within
-    1e-9 in float64, with replicas bit-equal, for any mesh, plan, model and sizes; the examples cover the space."""
+    1e-9 in float64 (in bf16 and fp16 within what rounding explains), with replicas bit-equal, for any mesh, plan, model
+    and sizes; the examples cover the space."""
     examples = 2 * settings.default.max_examples  # type: ignore[union-attr]
     seen: dict[str, Counter[str]] = {
         name: distribution.setdefault(name, Counter())
         for name in (
             *("ranks", "plan", "axes", "sp", "model", "microbatches", "layers", "dropout", "clip", "clip_order"),
-            *("recompute", "prefetch", "bucket", "without"),
+            *("recompute", "prefetch", "bucket", "without", "precision"),
         )
     }
 
@@ -305,6 +311,7 @@ def test_any_plan_equals_one_device(pool: Pool, distribution: dict[str, Counter[
         seen["recompute"]["budget" if program.activation_budget else program.recompute] += 1
         seen["prefetch"][str(program.prefetch)] += 1
         seen["bucket"][str(program.bucket_mb)] += 1
+        seen["precision"][program.precision] += 1
         seen["without"][" ".join(program.disable_pass) or "nothing"] += 1
         check_equal(pool, options)
 
@@ -336,6 +343,8 @@ def test_any_plan_equals_one_device(pool: Pool, distribution: dict[str, Counter[
     for name in ("sp", "model", "microbatches", "recompute", "prefetch", "bucket"):
         assert min(seen[name].values()) >= examples / 20, name
     assert set(seen["without"]) == {"nothing", *PASSES}
+    assert seen["precision"]["fp64"] >= total / 2
+    assert min(seen["precision"][p] for p in ("bf16", "fp16")) >= examples / 50
 
 
 def test_command_line_reproduces_the_example() -> None:
@@ -422,7 +431,7 @@ def test_weights_and_masks_depend_on_no_mesh(pool: Pool) -> None:
             assert weights.keys() == specs.keys()
             for name, spec in specs.items():
                 whole = init_param(spec, name, setup.step.seed, [(0, s) for s in spec.shape], "cpu")
-                assert torch.equal(weights[name], whole), name
+                assert torch.equal(weights[name], whole.to(weights[name].dtype)), name
             assert sorted(torch.cat([some for some, _ in masks]).tolist()) == rows.tolist()
             for some, dropped in masks:
                 assert torch.equal(dropped, mask[some])

@@ -147,7 +147,7 @@ def run_counts(rank: int, options: VerifyOptions, names: list[str]) -> dict[str,
             n = len(step.params)
             rest = iter(tensors[2 * n : -3])
             mine = [{k: next(rest) for k in one} for one in slots]
-            return step.updater(list(tensors[:n]), mine, list(tensors[n : 2 * n]), *tensors[-3:])
+            return step.updater(list(tensors[:n]), mine, list(tensors[n : 2 * n]), *tensors[-3:], master=[], scale=None)
 
         flat = [x for one in slots for x in one.values()]
         found[name] = count_collectives([(traced(one, [*params, *grads, *flat, *scalars], mesh), 1)])
