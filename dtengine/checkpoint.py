@@ -233,11 +233,11 @@ def load(path: Path, state: State, mesh: Mesh) -> State:
             _fill(x.to_local(), bounds, name, manifest.tensors[name], path, files)
     except (SafetensorError, OSError, KeyError, RuntimeError) as error:
         raise ValueError(f"checkpoint {path}: damaged ({error}). {_CURE}") from error
-    return State(manifest.step, state.params, state.slots)
+    return state._replace(step=manifest.step)
 
 
 def read_whole(path: Path | str) -> dict[str, Tensor]:
-    """Read a checkpoint's tensors whole, on the CPU: "params.NAME", and "slots.SLOT.NAME" of the optimizer.
+    """Read a checkpoint's tensors whole, on the CPU: "params.NAME", "slots.SLOT.NAME" of the optimizer, "buffers.NAME".
 
     Raises:
         ValueError: a file is missing or damaged.
@@ -293,12 +293,12 @@ def _fill(
 
 
 def replicas_equal(state: State, mesh: Mesh) -> bool:
-    """Whether all ranks that hold the same shard of parameters and slots hold the same bits; the same on all ranks.
+    """Whether all ranks that hold the same shard of parameters, slots and buffers hold the same bits, said by all alike.
 
     Collectives:
         One small all-gather over each mesh axis that replicates something, and one over the mesh.
     """
-    tensors = [*state.params.values(), *(x for slots in state.slots.values() for x in slots.values())]
+    tensors = list(_named(state).values())
     equal = True
     for axis, name in enumerate(mesh.axes):
         if mesh.sizes[name] == 1:
@@ -337,7 +337,7 @@ def _named(state: State) -> dict[str, DTensor]:
     named = {f"params.{name}": x for name, x in state.params.items()}
     for name, slots in state.slots.items():
         named |= {f"slots.{slot}.{name}": x for slot, x in slots.items()}
-    return named
+    return named | {f"buffers.{name}": x for name, x in state.buffers.items()}
 
 
 def _file(rank: int) -> str:

@@ -52,6 +52,7 @@ class Executor(Protocol):
         self,
         part: Part,
         params: Sequence[Value],
+        buffers: Sequence[Value],
         x: Value | None,
         batch: Sequence[Value],
         key: Value | None,
@@ -94,6 +95,7 @@ class EagerExecutor:
         self,
         part: Part,
         params: Sequence[Tensor],
+        buffers: Sequence[Tensor],
         x: Tensor | None,
         batch: Sequence[Tensor],
         key: Tensor | None,
@@ -102,8 +104,8 @@ class EagerExecutor:
         """See Executor."""
         again = self.saving.recomputes(part)
         with torch.set_grad_enabled(train and not again):
-            live = self.functions.forward(part, params, x, batch, key)
-        saved = (x, batch, key) if again else live
+            live = self.functions.forward(part, params, buffers, x, batch, key, train)
+        saved = (buffers, x, batch, key, train) if again else live
         return [t.detach() for t in live.outputs], saved if train else None
 
     def backward(
@@ -221,25 +223,25 @@ class GraphExecutor:
         self,
         part: Part,
         params: Sequence[fx.Node],
+        buffers: Sequence[fx.Node],
         x: fx.Node | None,
         batch: Sequence[fx.Node],
         key: fx.Node,
         train: bool,
     ) -> tuple[list[fx.Node], Any]:
         """See Executor."""
-        stream = [] if x is None else [x]
+        stream = [*buffers, *([] if x is None else [x])]
         if not train:
 
             def plain(*tensors: Tensor) -> list[Tensor]:
                 with torch.no_grad():
-                    return self.functions.forward(part, *self._unpack(part, tensors)).outputs
+                    return self.functions.forward(part, *self._unpack(part, tensors), train=False).outputs
 
             return self.call(("evaluate", part.kind), plain, [*params, *stream, *batch]), None
         inputs = [*params, *stream, *batch, key]
         traced = self._joint(part, inputs)
         env = dict(zip(traced.inputs[:-1], inputs, strict=True))
-        num = 2 if part.role == "head" else 1
-        outputs = traced.outputs[:num]
+        outputs = traced.outputs[: part.num_outputs]
         if self.saving.recomputes(part):
             needed = _closure(outputs, set())
             self._emit([n for n in traced.forward if n in needed], env)
@@ -260,7 +262,7 @@ class GraphExecutor:
             env = self._restore(part, traced, before, params, regathered=list(params) != then)
         env[traced.inputs[-1]] = grad
         self._emit(traced.backward, env)
-        rest = [env[n] for n in traced.outputs[2 if part.role == "head" else 1 :]]
+        rest = [env[n] for n in traced.outputs[part.num_outputs :]]
         of_x = None if part.role == "embed" else rest.pop(0)
         found = iter(rest)
         return of_x, [None if none else next(found) for none in self.none_grads[part.kind][:num]]
@@ -294,7 +296,7 @@ class GraphExecutor:
         def joint(*tensors: Tensor) -> list[Tensor]:
             *rest, grad = tensors
             with torch.enable_grad():
-                live = self.functions.forward(part, *self._unpack(part, rest))
+                live = self.functions.forward(part, *self._unpack(part, rest), train=True)
                 outputs = [t.detach() for t in live.outputs]
                 boundary.append(len(outputs))
                 of_x, grads = self.functions.backward(part, live, grad)
@@ -306,20 +308,21 @@ class GraphExecutor:
             if part.role == "head":
                 grad = torch.empty((), dtype=self.functions.parameters.dtype, device=examples[0].device)
             elif part.role == "block":
-                grad = torch.empty_like(examples[len(part.names)], memory_format=torch.contiguous_format)
+                grad = torch.empty_like(
+                    examples[len(part.names) + len(part.buffers)], memory_format=torch.contiguous_format
+                )
             else:
                 with torch.no_grad():
-                    (x,) = self.functions.forward(part, *self._unpack(part, examples)).outputs
+                    x, *_ = self.functions.forward(part, *self._unpack(part, examples), train=True).outputs
                 grad = torch.empty_like(x, memory_format=torch.contiguous_format)
-        num = 2 if part.role == "head" else 1
-        return self._trace(("train", part.kind), joint, inputs, [grad], num, part.name)
+        return self._trace(("train", part.kind), joint, inputs, [grad], part.num_outputs, part.name)
 
     def _unpack(self, part: Part, tensors: Sequence[Tensor]) -> tuple:
-        """Split (parameters, x, batch, key) into the arguments of a part's forward."""
-        num = len(part.names)
-        params, rest = tensors[:num], list(tensors[num:])
+        """Split (parameters, buffers, x, batch, key) into the arguments of a part's forward."""
+        num, behind = len(part.names), len(part.names) + len(part.buffers)
+        params, buffers, rest = tensors[:num], tensors[num:behind], list(tensors[behind:])
         x = None if part.role == "embed" else rest.pop(0)
-        return params, x, rest[:4], rest[4] if len(rest) > 4 else None
+        return params, buffers, x, rest[:4], rest[4] if len(rest) > 4 else None
 
     def _trace(
         self,

@@ -11,7 +11,7 @@ import torch
 from dtengine import checkpoint, config, monitor
 from dtengine.config import Setup, TrainOptions
 from dtengine.corpus import Corpus, load_corpus
-from dtengine.model import parameters
+from dtengine.model import buffers, parameters
 from dtengine.optim import LearningRate, scale_peak
 
 # The default run: what two cores learn in about two minutes.
@@ -142,10 +142,13 @@ def find_checkpoint(job: Job) -> Job:
             "read twice. Give the same --data, --seq, --seed and --heldout-fraction."
         )
     setup = job.setup
-    params = parameters(setup.model.specs(setup.model_config))
+    specs = setup.model.specs(setup.model_config)
+    params = parameters(specs)
     names = checkpoint.tensor_names(params, setup.optimizer(job.options.optimizer).init(torch.zeros(0)))
     dtype = torch.float64 if setup.step.precision == "fp64" else torch.float32
-    checkpoint.check_fits(resumed, manifest, {name: (params[of].shape, dtype) for name, of in names.items()})
+    expected = {name: (params[of].shape, dtype) for name, of in names.items()}
+    expected |= {f"buffers.{name}": (buffer.shape, dtype) for name, buffer in buffers(specs).items()}
+    checkpoint.check_fits(resumed, manifest, expected)
     return replace(job, resumed=resumed, damaged=tuple(damaged))
 
 

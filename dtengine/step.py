@@ -26,6 +26,7 @@ from dtengine.layout import Plan
 from dtengine.mesh import Mesh
 from dtengine.microbatch import Microbatch, make_order
 from dtengine.model import Model, ModelConfig, Param
+from dtengine.model import buffers as model_buffers
 from dtengine.model import parameters as model_parameters
 from dtengine.ops import Ops, Recorded
 from dtengine.optim import Optimizer
@@ -45,11 +46,14 @@ class State(NamedTuple):
         step: number of updates done.
         params: {name: DTensor} in the params layout, fp32 (fp64 where computed so).
         slots: {name: {slot: DTensor}} in the optimizer layout.
+        buffers: {name: DTensor} in the compute layout; what the model carries from pass to pass, such as batch-norm
+            statistics.
     """
 
     step: int
     params: dict[str, DTensor]
     slots: dict[str, dict[str, DTensor]]
+    buffers: dict[str, DTensor]
 
 
 class Metrics(NamedTuple):
@@ -174,32 +178,34 @@ class Step:
         if count is None:
             count = self.global_count(batches)
         self.prepare()
-        params, slots, loss, scalars = self._accumulated(state, batches, count)
+        params, slots, held, running, loss, scalars = self._accumulated(state, batches, count)
         lr = self.rate(state.step)
         now = (torch.tensor(lr, dtype=torch.float64), torch.tensor(float(state.step + 1)))
         buffers = self.buffers.values()
-        loss, norm, finite, bad = self.programs["step"](*params, *slots, *batches[-1], *scalars, loss, *now, *buffers)
-        return State(state.step + 1, state.params, state.slots), Metrics(loss, norm, finite, bad, lr)
+        loss, norm, finite, bad = self.programs["step"](
+            *params, *slots, *held, *running, *batches[-1], *scalars, loss, *now, *buffers
+        )
+        return state._replace(step=state.step + 1), Metrics(loss, norm, finite, bad, lr)
 
     def gradients(self, state: State, batches: Sequence[Batch], count: float) -> dict[str, DTensor]:
         """Return the raw gradients of a step, reduced to the optimizer layout and not clipped; for tests and verify."""
         self.prepare()
         if "gradients" not in self.programs:
             self._make("gradients")
-        params, _, _, scalars = self._accumulated(state, batches, count)
-        found = self.programs["gradients"](*params, *batches[-1], *scalars, *self.buffers.values())
+        params, _, _, running, _, scalars = self._accumulated(state, batches, count)
+        found = self.programs["gradients"](*params, *running, *batches[-1], *scalars, *self.buffers.values())
         layout = self.plan.optimizer
         return {
             name: self.parameters.wrap(name, g.clone(), self.parameters.placements(layout, name))
             for name, g in zip(self.params, found, strict=True)
         }
 
-    def evaluate(self, params: Mapping[str, DTensor], batches: Sequence[Batch]) -> tuple[float, float]:
+    def evaluate(self, state: State, batches: Sequence[Batch]) -> tuple[float, float]:
         """Return (mean loss in nats per token, counted tokens) of held-out batches, the same on all ranks.
 
-        Every rank passes equally many batches; rows that only pad have weight 0.
+        Every rank passes equally many batches; rows that only pad have weight 0. The state stays as it is.
         """
-        local = [p.to_local() for p in params.values()]
+        local = [x.to_local() for x in (*state.params.values(), *state.buffers.values())]
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in batches:
             name = f"evaluate {'x'.join(map(str, batch.tokens.shape))}"  # a program serves one shape
@@ -240,7 +246,8 @@ class Step:
             functions = PartFunctions(self.functions.model, self.parameters, self.functions.ops, record=record)
             run = EagerExecutor(functions, parse_saving("none", None))
             params = dict(zip(self.params, fakes["params"], strict=True))
-            Microbatch(self.microbatch.order, functions, False).evaluate(run, params, fakes["batch"])
+            running = dict(zip(self.parameters.buffers, fakes["running"], strict=True))
+            Microbatch(self.microbatch.order, functions, False).evaluate(run, params, running, fakes["batch"])
 
     @property
     def effects(self) -> list[Effect]:
@@ -251,20 +258,28 @@ class Step:
 
     def _accumulated(
         self, state: State, batches: Sequence[Batch], count: float
-    ) -> tuple[list[Tensor], list[Tensor], Tensor, list[Tensor]]:
-        """Run all microbatches but the last; return (parameters, slots, summed loss so far, [seed, dropout key])."""
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], Tensor, list[Tensor]]:
+        """Run all microbatches but the last.
+
+        Returns:
+            (parameters, slots, buffers as the step found them, buffers now, summed loss so far, [seed, dropout key]).
+        """
         with torch.no_grad():
             params = [p.to_local() for p in state.params.values()]
             slots = [s.to_local() for name in state.params for s in state.slots[name].values()]
+            held = [b.to_local() for b in state.buffers.values()]
         inverse = torch.tensor(1.0 / max(count, 1e-30), dtype=torch.float64).to(self.dtype).to(self.device)
         key = random.fold(random.key(self.config.seed, "dropout"), torch.tensor(state.step)).to(self.device)
         loss = torch.zeros((), dtype=self.dtype, device=self.device)
         with torch.inference_mode():
             for flat in self.buffers.values():
                 flat.zero_()
+        running = held
         for batch in batches[:-1]:
-            loss = self.programs["accumulate"](*params, *batch, inverse, key, loss, *self.buffers.values())[0]
-        return params, slots, loss, [inverse, key]
+            loss, *running = self.programs["accumulate"](
+                *params, *running, *batch, inverse, key, loss, *self.buffers.values()
+            )
+        return params, slots, held, running, loss, [inverse, key]
 
     def _run(self, run: Any, program: str, inputs: Mapping[str, list], buffer: Callable[[int, int], Any]) -> list:
         """Run what a program consists of.
@@ -272,22 +287,24 @@ class Step:
         Args:
             run: the executor.
             program: "accumulate", "step", "gradients" or "evaluate ...".
-            inputs: {"params", "slots", "batch", "scalars": [seed, key, loss, lr, number]}; those that it needs.
+            inputs: {"params", "slots", "buffers" of the state, "running": their values now, "batch", "scalars": [seed,
+                key, loss, lr, number]}; those that it needs.
             buffer: gives a group's flat accumulation buffer, by its number and size.
         """
         params = dict(zip(self.params, inputs["params"], strict=True))
+        running = dict(zip(self.parameters.buffers, inputs["running"], strict=True))
         batch = inputs["batch"]
         if program.startswith("evaluate"):
-            return self.microbatch.evaluate(run, params, batch)
+            return self.microbatch.evaluate(run, params, running, batch)
         seed, key, *rest = inputs["scalars"]
         last = program != "accumulate"
         buffers = buffer if self.config.microbatches > 1 else None
-        loss, grads = self.microbatch.train(run, params, batch, key, seed, buffers, last=last)
+        loss, grads, latest = self.microbatch.train(run, params, running, batch, key, seed, buffers, last=last)
         if program == "gradients":
             return [grads[n] for n in self.params]
         so_far, *now = rest
         if program == "accumulate":
-            return run.call(("add",), lambda a, b: [a + b], [so_far, loss])
+            return [*run.call(("add",), lambda a, b: [a + b], [so_far, loss]), *(latest[n] for n in running)]
         names, slot_names = list(self.params), self.updater.slot_names
 
         def update(*tensors: Tensor) -> list[Tensor]:
@@ -295,17 +312,22 @@ class Step:
             params = [next(rest) for _ in names]
             slots = [{slot: next(rest) for slot in slot_names} for _ in names]
             grads = [next(rest) for _ in names]
+            held = [(next(rest), next(rest)) for _ in latest]
             seed, so_far, loss, lr, number = rest
-            return self.updater(params, slots, grads, (so_far + loss) * seed, lr, number)
+            found = self.updater(params, slots, grads, (so_far + loss) * seed, lr, number)
+            for old, new in held:
+                old.copy_(torch.where(found[2] > 0, new, old))  # a step that is skipped keeps them too
+            return found
 
         scalars = [seed, so_far, loss, *now]
+        held = [x for old, new in zip(inputs["buffers"], (latest[n] for n in running), strict=True) for x in (old, new)]
         return run.call(
-            ("update",), update, [*inputs["params"], *inputs["slots"], *(grads[n] for n in names), *scalars]
+            ("update",), update, [*inputs["params"], *inputs["slots"], *(grads[n] for n in names), *held, *scalars]
         )
 
     def _make(self, name: str, batch: Batch | None = None) -> None:
         """Make a program, and compare its collectives over all ranks."""
-        groups = [g for g in ("params", "slots", "batch", "scalars") if g in _INPUTS[name.split()[0]]]
+        groups = _INPUTS[name.split()[0]]
         num_scalars = {"step": 5, "accumulate": 3, "gradients": 2}.get(name, 0)
         examples = self._examples(batch)
         examples["scalars"] = examples["scalars"][:num_scalars]
@@ -371,8 +393,11 @@ class Step:
         def shards(layout: Any) -> list[Tensor]:
             return [parameters.empty(name, parameters.placements(layout, name)) for name in self.params]
 
+        buffers = [parameters.initial_buffer(name) for name in parameters.buffers]
         return {
             "params": shards(self.plan.params),
+            "buffers": buffers,
+            "running": buffers,
             "slots": [shard for shard in shards(self.plan.optimizer) for _ in self.updater.slot_names],
             "batch": list(batch),
             "scalars": [
@@ -386,10 +411,10 @@ class Step:
 
 
 _INPUTS = {
-    "accumulate": ("params", "batch", "scalars"),
-    "step": ("params", "slots", "batch", "scalars"),
-    "gradients": ("params", "batch", "scalars"),
-    "evaluate": ("params", "batch"),
+    "accumulate": ("params", "running", "batch", "scalars"),
+    "step": ("params", "slots", "buffers", "running", "batch", "scalars"),
+    "gradients": ("params", "running", "batch", "scalars"),
+    "evaluate": ("params", "running", "batch"),
 }
 
 
@@ -412,10 +437,10 @@ def make_step(
         raise ValueError(f"--precision {config.precision}: use one of {', '.join(COMPUTE_DTYPES)}.")
     parse_saving(config.recompute, config.activation_budget)
     specs = model.specs(model_config)
-    params = model_parameters(specs)
-    for param in params.values():
-        plan.params.check(param.names)
-    placed = Parameters(params, plan, mesh, config.precision, torch.device(device))
+    params, buffers = model_parameters(specs), model_buffers(specs)
+    for leaf in (*params.values(), *buffers.values()):
+        plan.params.check(leaf.names)
+    placed = Parameters(params, plan, mesh, config.precision, torch.device(device), buffers)
     ops = Ops(mesh, plan.compute, dropout_rate=config.dropout)
     functions = PartFunctions(model, placed, ops)
     order = make_order(parts_of(specs, params), placed, config.bucket_mb, config.prefetch)
@@ -432,4 +457,5 @@ def init_state(step: Step) -> State:
         placements = parameters.placements(step.plan.optimizer, name)
         values = step.updater.optimizer.init(parameters.empty(name, placements))
         slots[name] = {slot: parameters.wrap(name, value, placements) for slot, value in values.items()}
-    return State(0, params, slots)
+    buffers = {name: parameters.wrap_buffer(name, parameters.initial_buffer(name)) for name in parameters.buffers}
+    return State(0, params, slots, buffers)

@@ -347,7 +347,7 @@ def test_a_setup_holds_what_shapes_the_step():
     [
         (
             {"model": {"model": "bert"}},
-            "--model bert: no such model. Use gpt or llama, or a file of your own as path/to/file.py:name.",
+            "--model bert: no such model. Use gpt, llama, mlp, or a file of your own as path/to/file.py:name.",
         ),
         (
             {"model": {"model": "gpt", "size": "gpt3"}},

@@ -280,5 +280,5 @@ def test_an_unknown_name_is_an_error():
     with pytest.raises(ValueError) as error:
         load_model("bert")
     assert str(error.value) == (
-        "--model bert: no such model. Use gpt or llama, or a file of your own as path/to/file.py:name."
+        "--model bert: no such model. Use gpt, llama, mlp, or a file of your own as path/to/file.py:name."
     )
