@@ -54,7 +54,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def normalise(
-    x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, *, dims: Sequence[int], eps: float
+    x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, *, dims: list[int], eps: float
 ) -> Tensor:
     """Return (x - mean) / sqrt(variance + eps) * weight + bias; the four have the dims of x but for ``dims``."""
     weight, bias, mean, variance = (_beside(v, x, dims) for v in (weight, bias, mean, variance))
@@ -69,7 +69,7 @@ def batch_norm(
     variance: Tensor,
     token_weights: Tensor | None = None,
     *,
-    dims: Sequence[int],
+    dims: list[int],
     momentum: float,
     eps: float,
     group: str | None,
@@ -97,7 +97,7 @@ def batch_norm(
     return _BatchNorm.apply(x, weight, bias, mean, variance, token_weights, dims, momentum, eps, group)  # type: ignore[return-value]
 
 
-def _beside(v: Tensor, x: Tensor, dims: Sequence[int]) -> Tensor:
+def _beside(v: Tensor, x: Tensor, dims: list[int]) -> Tensor:
     """View a value of each channel so that it broadcasts against x."""
     return v.view([1 if i in dims else size for i, size in enumerate(x.shape)])
 
@@ -149,7 +149,7 @@ class _BatchNorm(torch.autograd.Function):
         mean: Tensor,
         variance: Tensor,
         token_weights: Tensor | None,
-        dims: Sequence[int],
+        dims: list[int],
         momentum: float,
         eps: float,
         group: str | None,

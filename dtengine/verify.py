@@ -3,8 +3,9 @@
     python -m dtengine.verify --mesh 2x4 --plan fsdp --model llama --vocab 67 --seq 15 --global-batch 7 --microbatches 2
 
 One side is the plan's traced program on gloo ranks. The other is untraced torch on one device: one backward over the
-whole batch, no mesh, and no microbatches but for a model with buffers, whose statistics are a microbatch's. Both train a few steps of SGD (AdamW would hide constant factors) on the same
-random tokens. Exit code 1 where they differ by more than the tolerance.
+whole batch, no mesh, and no microbatches but for a model with buffers, whose statistics are a microbatch's. Both train a
+few steps of SGD (AdamW would hide constant factors) on the same random tokens. Exit code 1 where they differ by more than
+the tolerance.
 """
 
 import json

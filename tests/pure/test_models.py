@@ -178,7 +178,7 @@ def test_configure_fills_in_what_follows():
         ({"embed": {}}, "model specs: no blocks, head; a model has the parts embed, blocks and head."),
         (
             {"embed": {"table": 3}, "blocks": [], "head": {}},
-            "model specs: embed.table is a int; every leaf is a Param or a Tied.",
+            "model specs: embed.table is a int; every leaf is a Param, a Tied or a Buffer.",
         ),
         (
             {"embed": {}, "blocks": [{"w": Param("embed", (3, 4))}], "head": {}},
