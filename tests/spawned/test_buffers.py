@@ -185,7 +185,8 @@ def run_checkpoint(rank: int, options: Any, folder: str, write: bool) -> tuple[d
     else:
         state = checkpoint.load(Path(folder) / "step-1", state, mesh)
     assert state.step == 1
-    held = dict(zip(state.buffers, gather(list(state.buffers.values()), mesh), strict=True))
+    whole = gather(list(state.buffers.values()), mesh)  # may be the state's own tensors, which the next step changes
+    held = {name: one.clone() for name, one in zip(state.buffers, whole, strict=True)}
     return held, step(state, batches)[1].loss.item()
 
 
@@ -258,4 +259,4 @@ def test_one_device_takes_microbatches_one_after_another() -> None:
         results.append(train_one_device(setup, options.optimizer, random_batch(setup, options.check)))
     assert results[0].losses != results[1].losses
     one, two = (r.buffers["embed.norm.mean"] for r in results)
-    assert torch.allclose(two / one, torch.full_like(one, 1.9), atol=0.5)
+    assert (two.norm() / one.norm()).item() == pytest.approx(1.9, abs=0.1)
