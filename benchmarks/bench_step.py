@@ -3,341 +3,124 @@
     python -m benchmarks.bench_step [--widths 64 256] [--peers ddp fsdp2] [--pairs 15] [--json]
     python -m benchmarks.bench_step --widths 256 --profile tp
 
-A step is forward, backward, reduction, clipping by global norm 1, AdamW, all in fp32. Both sides start from the same
-weights, take the same batch and read the loss once a step; their losses are compared first. The model is a Llama of 4
-layers (vocabulary 256, 128 tokens in a sequence, heads of 32), on gloo ranks with one thread and one core each.
-
-    torch   a plain module on one rank                            plan ddp, mesh 1
-    ddp     DistributedDataParallel                               plan ddp, mesh 2
-    fsdp2   fully_shard on each block and the root                plan fsdp, mesh 2
-    tp      parallelize_module, vocabulary and loss split too     plan ddp, mesh 1x2 without sequence parallel
-    tp+sp   the same with SequenceParallel norms                  plan ddp, mesh 1x2
+A step is forward, backward, reduction, clipping by global norm 1, AdamW, in fp32 where the row does not say bf16. Both
+sides start from the same weights, take the same batch and read the loss once a step; their losses are compared first.
+The model is a Llama (vocabulary 256, 128 tokens in a sequence, heads of 32, four at least), on gloo ranks with one
+thread and one core each. A batch of 8 sequences makes width 64 bound by overhead and width 512 by arithmetic.
 """
 
 import argparse
 import json
-from collections.abc import Callable
-from contextlib import nullcontext
-from typing import NamedTuple
+import os
+import tempfile
+import time
 
-import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    loss_parallel,
-    parallelize_module,
+
+from benchmarks.harness import RunStep, compare, failing, on_ranks, profile_beside, table
+from benchmarks.rows import ROWS, TOLERANCE, Work, check_compiler, rows_text, sizes_of
+
+HEADER = (
+    *("peer", "dtengine", "mesh", "width", "peer ms", "dtengine ms", "ratio", "spread", "loss difference"),
+    *("peer first s", "dtengine first s", "peer tuned"),
 )
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-
-from benchmarks.harness import Comparison, RunStep, compare, on_ranks, profile_beside, table
-from dtengine.data import Batch
-from dtengine.layout import make_plan
-from dtengine.mesh import build_mesh, num_ranks, parse_mesh
-from dtengine.model import ModelConfig, configure, load_model
-from dtengine.optim import adamw
-from dtengine.shard import gather
-from dtengine.step import Step, StepConfig, init_state, make_step
-
-LR = 1e-3
-CLIP = 1.0
-ROPE_THETA = 500_000.0
-EPS = 1e-5
 
 
-class Row(NamedTuple):
-    """One peer and the plan that it is compared with."""
-
-    plan: str
-    mesh: str
-    sequence_parallel: bool = False
-
-
-ROWS = {
-    "torch": Row("ddp", "1"),
-    "ddp": Row("ddp", "2"),
-    "fsdp2": Row("fsdp", "2"),
-    "tp": Row("ddp", "1x2"),
-    "tp+sp": Row("ddp", "1x2", sequence_parallel=True),
-}
-
-
-# --- the peer's model -----------------------------------------------------------------------------------------------
-
-
-class Attention(nn.Module):
-    """Causal multi-head attention with rotary positions; the number of heads follows from the weights it holds."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        width = config.heads * config.head_dim
-        self.head_dim = config.head_dim
-        self.q = nn.Linear(config.embed, width, bias=False)
-        self.k = nn.Linear(config.embed, width, bias=False)
-        self.v = nn.Linear(config.embed, width, bias=False)
-        self.out = nn.Linear(width, config.embed, bias=False)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q, k, v = (linear(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for linear in (self.q, self.k, self.v))
-        h = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
-        return self.out(h.transpose(1, 2).flatten(2))
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair of dims (i, i + head_dim/2) of [batch, heads, seq, head_dim] by tables [seq, head_dim/2]."""
-    first, second = x.chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-
-
-class MLP(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.gate = nn.Linear(config.embed, config.mlp, bias=False)
-        self.up = nn.Linear(config.embed, config.mlp, bias=False)
-        self.down = nn.Linear(config.mlp, config.embed, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-class Block(nn.Module):
-    """Attention and MLP on the normalised residual stream."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.attention_norm = nn.RMSNorm(config.embed, EPS)
-        self.attention = Attention(config)
-        self.mlp_norm = nn.RMSNorm(config.embed, EPS)
-        self.mlp = MLP(config)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin)
-        return x + self.mlp(self.mlp_norm(x))
-
-
-class Llama(nn.Module):
-    """The model of dtengine/models/llama.py as a plain module, with its rotary tables made once."""
-
-    cos: Tensor
-    sin: Tensor
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.table = nn.Embedding(config.vocab, config.embed)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.embed, EPS)
-        self.unembed = nn.Linear(config.embed, config.vocab, bias=False)
-        half = config.head_dim // 2
-        angle = torch.outer(torch.arange(config.seq).float(), ROPE_THETA ** (-torch.arange(half).float() / half))
-        self.register_buffer("cos", angle.cos(), persistent=False)
-        self.register_buffer("sin", angle.sin(), persistent=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.table(tokens)
-        for block in self.blocks:
-            x = block(x, self.cos, self.sin)
-        return self.unembed(self.norm(x))
-
-
-@torch.no_grad()
-def copy_weights(module: Llama, whole: dict[str, Tensor]) -> None:
-    """Give the module dtengine's initial parameters: [embed, out axes], but [embed, in axes] for out and down."""
-    for name, value in whole.items():
-        path = name.removeprefix("embed.").removeprefix("head.").replace(".norm", "_norm")
-        if value.dim() > 1:
-            value = value.flatten(1)
-        if name.rpartition(".")[2] in ("q", "k", "v", "gate", "up"):
-            value = value.t()
-        module.get_parameter(f"{path}.weight").copy_(value)
-
-
-# --- the peers ------------------------------------------------------------------------------------------------------
-
-
-def wrap_ddp(module: Llama, step: Step) -> nn.Module:
-    """Wrap as torch's DDP notes advise; no buffer changes, so none is sent."""
-    return DistributedDataParallel(
-        module, forward_sync_buffers=False, gradient_as_bucket_view=True, static_graph=True, bucket_cap_mb=25
-    )
-
-
-def wrap_fsdp2(module: Llama, step: Step) -> nn.Module:
-    """Shard each block and the root; gathered parameters are kept for the backward pass where dtengine keeps them."""
-    gathers = step.collectives()["dp"]["all_gather"]
-    regathers = gathers > len(module.blocks) + 2
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in module.blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=regathers)
-    fully_shard(module, mesh=mesh, reshard_after_forward=False).set_force_sum_reduction_for_comms(
-        True
-    )  # gloo has no scaled sum
-    return module
-
-
-def wrap_tp(module: Llama, step: Step) -> nn.Module:
-    """Parallelize as torch's tensor-parallel tutorial does, embedding and output split by vocabulary."""
-    sequence = any(rule.logical == "res_seq" for rule in step.plan.compute.rules)
-    stream = Shard(1) if sequence else Replicate()
-    whole = PrepareModuleInput(input_layouts=(stream, None, None), desired_input_layouts=(Replicate(), None, None))
-    whole_mlp = PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),))
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    styles = {
-        "table": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
-        "unembed": ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False),
-    }
-    if sequence:
-        styles["norm"] = SequenceParallel()
-    parallelize_module(module, mesh, styles)
-    for block in module.blocks:
-        styles = {
-            **{f"attention.{name}": ColwiseParallel() for name in ("q", "k", "v")},
-            **{f"mlp.{name}": ColwiseParallel() for name in ("gate", "up")},
-            "attention.out": RowwiseParallel(output_layouts=stream),
-            "mlp.down": RowwiseParallel(output_layouts=stream),
-        }
-        if sequence:
-            styles |= {"attention_norm": SequenceParallel(), "mlp_norm": SequenceParallel()}
-            styles |= {"attention": whole, "mlp": whole_mlp}
-        parallelize_module(block, mesh, styles)
-    return module
-
-
-WRAP: dict[str, Callable[[Llama, Step], nn.Module]] = {
-    "torch": lambda module, step: module,
-    "ddp": wrap_ddp,
-    "fsdp2": wrap_fsdp2,
-    "tp": wrap_tp,
-    "tp+sp": wrap_tp,
-}
-
-
-def clip_norm(parameters: list[nn.Parameter]) -> None:
-    """Clip as clip_grad_norm_ does, with one reduction of the norm; foreach takes split and plain gradients apart."""
-    split = [p for p in parameters if isinstance(p.grad, DTensor)]
-    groups = [g for g in (split, [p for p in parameters if not isinstance(p.grad, DTensor)]) if g]
-    norms = [get_total_norm([p.grad for p in group if p.grad is not None], foreach=True) for group in groups]
-    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    norm = whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
-    for group in groups:
-        clip_grads_with_norm_(group, CLIP, norm, foreach=True)
-
-
-def peer_step(peer: str, step: Step, whole: dict[str, Tensor], config: ModelConfig, batch: Batch) -> RunStep:
-    """Build a peer from dtengine's initial parameters and return its step."""
-    module = Llama(config)
-    copy_weights(module, whole)
-    model = WRAP[peer](module, step)
-    parameters = list(model.parameters())
-    decayed = [p for p in parameters if p.dim() > 1]
-    others = [p for p in parameters if p.dim() == 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
-        lr=LR, betas=(0.9, 0.95), eps=1e-8, fused=True,
-    )  # fmt: skip
-    context = loss_parallel if peer.startswith("tp") else nullcontext
-
-    def run() -> float:
-        optimizer.zero_grad(set_to_none=True)
-        with context():
-            loss = F.cross_entropy(model(batch.tokens).flatten(0, 1), batch.targets.flatten())
-            loss.backward()
-        clip_norm(parameters)
-        optimizer.step()
-        return (loss.to_local() if isinstance(loss, DTensor) else loss).item()
-
-    return run
-
-
-# --- measuring ------------------------------------------------------------------------------------------------------
-
-
-def sizes_of(width: int, layers: int) -> ModelConfig:
-    """Return the model's sizes: heads of 32, but two at least; an MLP of 8/3 of the width, rounded up to 16."""
-    heads = max(2, width // 32)
-    return configure(
-        load_model("llama"), "llama", layers=layers, embed=width, heads=heads, mlp=-(-width // 6) * 16, vocab=256,
-        seq=128,
-    )  # fmt: skip
-
-
-def measure(peer: str, width: int, layers: int, num_sequences: int, pairs: int, profiled: bool) -> Comparison | str:
+def measure(work: Work, pairs: int, tune_steps: int, profiled: bool) -> dict | str:
     """Compare dtengine with one peer; run by every rank.
 
     Args:
-        num_sequences: global batch.
+        pairs: timed steps of each side.
+        tune_steps: timed steps of each of the peer's candidates.
         profiled: return a table of operators instead of times.
     """
-    row, config = ROWS[peer], sizes_of(width, layers)
-    sizes = parse_mesh(row.mesh)
-    plan = make_plan(row.plan, sizes, config.axis_sizes, sequence_parallel=row.sequence_parallel)
-    mesh = build_mesh(sizes)
-    share = num_sequences // plan.coordinates
-    step_config = StepConfig(share, config.seq, clip=CLIP)
-    step = make_step(load_model("llama"), config, plan, mesh, adamw(), step_config, lambda number: LR)
-    state = init_state(step)
-    step.prepare()
-    whole = dict(zip(state.params, gather(list(state.params.values()), mesh), strict=True))
+    weights, batches = work.weights(), work.batches(work.coordinate(dist.get_rank()))
+    chosen = work.tune(batches, weights, tune_steps)
+    first = []
+    sides = []
+    for build in (lambda: work.theirs(batches, weights, chosen), lambda: work.ours(batches)):
+        began = time.perf_counter()
+        side = build()
+        losses = [side.run()]  # the first step of both is compared as well
+        first.append(time.perf_counter() - began)
+        sides.append(after(losses, side.run))
+    theirs, ours = sides
+    if profiled:
+        return profile_beside(theirs, ours)
+    result = compare(theirs, ours, pairs, tolerance=TOLERANCE[work.row.dtype])
+    return {
+        "peer_ms": result.peer_ms, "dtengine_ms": result.ours_ms, "ratio": result.ratio, "spread": result.spread,
+        "loss_difference": result.loss_difference, "peer_first_s": first[0], "dtengine_first_s": first[1],
+        "tuned": dict(chosen),
+    }  # fmt: skip
 
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, config.vocab, (num_sequences, config.seq + 1), generator=generator)
-    first = mesh.coordinate[mesh.axes.index("dp")] * share
-    mine = tokens[first : first + share]
-    rows = torch.arange(first, first + share)
-    batch = Batch(mine[:, :-1].contiguous(), mine[:, 1:].contiguous(), torch.ones(share, config.seq), rows)
-    count = float(num_sequences * config.seq)
 
-    def ours() -> float:
-        nonlocal state
-        state, metrics = step(state, batch, count)
-        return metrics.loss.item()
-
-    theirs = peer_step(peer, step, whole, config, batch)
-    return profile_beside(theirs, ours) if profiled else compare(theirs, ours, pairs)
+def after(losses: list[float], run: RunStep) -> RunStep:
+    """Return a step that first gives the losses that were read already."""
+    return lambda: losses.pop() if losses else run()
 
 
 def main() -> None:
     """Measure every chosen peer at every chosen width."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_step", description="Time of one optimizer step.")
-    parser.add_argument("--widths", type=int, nargs="+", default=[256], help="embed (default 256)")
-    parser.add_argument("--peers", nargs="+", choices=ROWS, default=list(ROWS), help="default: all")
-    parser.add_argument("--pairs", type=int, default=15, help="timed steps of each (default 15)")
+    # 1. options; 2. refuse what cannot run; 3. measure row by row; 4. table and JSON
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.bench_step",
+        description="Time of one optimizer step.",
+        epilog="rows:\n" + rows_text(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--widths", type=int, nargs="+", default=[64, 256, 512], help="embed (default 64 256 512)")
+    parser.add_argument("--peers", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help="default: all rows")
+    parser.add_argument("--pairs", type=int, default=15, help="timed steps of each side (default 15)")
     parser.add_argument("--layers", type=int, default=4, help="default 4")
-    parser.add_argument("--sequences", type=int, help="global batch, even (default 2048 / width, at least 2)")
+    parser.add_argument("--sequences", type=int, default=8, help="global batch (default 8)")
+    parser.add_argument("--tune", type=int, default=5, help="timed steps of each of a peer's tunings; 0: its default")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
-    parser.add_argument("--profile", choices=ROWS, metavar="PEER", help="show operators beside this peer's, no times")
+    parser.add_argument("--profile", choices=ROWS, metavar="ROW", help="show operators beside this peer's, no times")
     args = parser.parse_args()
-    header = ("peer", "plan", "mesh", "width", "ranks", "peer ms", "dtengine ms", "ratio", "spread", "loss difference")
-    lines: list[tuple[str, ...]] = [header]
+    peers = [args.profile] if args.profile else args.peers
+    works = [
+        Work(peer, sizes_of(width, args.layers), 1 if ROWS[peer].axis == "" else 2, args.sequences)
+        for width in args.widths
+        for peer in peers
+    ]
+    with failing(parser):
+        check_compiler(peers)
+        for work in works:
+            work.share()
+    lines: list[tuple[str, ...]] = [HEADER]
     found: list[dict] = []
-    for width in args.widths:
-        for peer in [args.profile] if args.profile else args.peers:
-            row = ROWS[peer]
-            ranks = num_ranks(parse_mesh(row.mesh))
-            num_sequences = args.sequences or max(2, 2048 // width)
-            work = (peer, width, args.layers, num_sequences, args.pairs, bool(args.profile))
-            result = on_ranks(measure, work, ranks)
+    try:
+        for work in works:
+            with tempfile.TemporaryDirectory(prefix="dtengine-bench-") as cache:
+                os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache  # each row compiles anew
+                result = on_ranks(measure, (work, args.pairs, args.tune, bool(args.profile)), work.ranks)
             if args.profile:
-                print(f"{peer}, width {width}: one step on rank 0, under the profiler\n{result}\n")
+                print(f"{work.peer}, width {work.config.embed}: one step on rank 0, under the profiler\n{result}\n")
                 continue
-            timed = Comparison(*result)
-            where = {"peer": peer, "plan": row.plan, "mesh": row.mesh, "width": width, "ranks": ranks}
-            found.append({**where, "ratio": round(timed.ratio, 4), "spread": round(timed.spread, 4)})
-            times = (f"{timed.peer_ms:.1f}", f"{timed.ours_ms:.1f}", f"{timed.ratio:.3f}", f"{timed.spread:.3f}")
-            lines.append((*map(str, where.values()), *times, f"{timed.loss_difference:.1e}"))
-    if lines[1:]:
-        print(table(lines))
+            row = work.row
+            where = {
+                "peer": work.peer,
+                "plan": row.words(),
+                "mesh": row.mesh_text(work.ranks),
+                "width": work.config.embed,
+            }
+            found.append({**where, "ranks": work.ranks, **result})
+            lines.append((*map(str, where.values()), *cells(result)))
+    finally:  # where a row fails, those before it are not lost
+        if lines[1:]:
+            print(table(lines))
     if args.json:
         print(json.dumps({"rows": found}))
+
+
+def cells(result: dict) -> tuple[str, ...]:
+    """Return the cells of a result, as HEADER names them."""
+    times = [f"{result[name]:.1f}" for name in ("peer_ms", "dtengine_ms")]
+    ratios = [f"{result[name]:.3f}" for name in ("ratio", "spread")]
+    first = [f"{result[name]:.1f}" for name in ("peer_first_s", "dtengine_first_s")]
+    tuned = " ".join(f"{name}={value}" for name, value in result["tuned"].items())
+    return (*times, *ratios, f"{result['loss_difference']:.1e}", *first, tuned or "-")
 
 
 if __name__ == "__main__":

@@ -1,20 +1,26 @@
 """What benchmarks share: ranks pinned to cores, two steps measured in alternation, a table and one JSON line."""
 
+import argparse
+import ctypes
 import gc
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
-from dtengine.launch import start_ranks
+from dtengine.launch import RankFailed, start_ranks
 from dtengine.ranks import launcher_environment, process_group
 
 RunStep = Callable[[], float]  # runs one optimizer step and returns the loss that it read
@@ -48,7 +54,11 @@ def on_ranks(function: Callable[..., Any], args: tuple[Any, ...], num_ranks: int
     """
     with tempfile.TemporaryDirectory(prefix="dtengine-bench-") as folder:
         answer = Path(folder) / "answer.json"
-        start_ranks(_rank, (function, args, answer), num_ranks, log_dir=None)
+        try:
+            start_ranks(_rank, (function, args, answer), num_ranks, log_dir=None)
+        except RankFailed as failure:
+            print(failure.traceback, file=sys.stderr)
+            raise
         return json.loads(answer.read_text())
 
 
@@ -87,32 +97,46 @@ def check_losses(peer: RunStep, ours: RunStep, steps: int, tolerance: float) -> 
 def compare(peer: RunStep, ours: RunStep, pairs: int, steps: int = 3, tolerance: float = 1e-4) -> Comparison:
     """Check that two steps give equal losses, then time them in alternating order.
 
-    A barrier comes before each step, and a step's time is that of the slowest rank.
-
     Args:
         pairs: how often each is timed.
         steps: steps of the check, which also warm both up.
         tolerance: largest relative difference of losses.
     """
     difference = check_losses(peer, ours, steps, tolerance)
-    times = torch.zeros(pairs, 2, dtype=torch.float64)
+    times = time_in_turn([peer, ours], pairs)
+    ratios = (times[:, 1] / times[:, 0]).tolist()
+    peer_ms, ours_ms = (times.median(0).values * 1e3).tolist()
+    return Comparison(peer_ms, ours_ms, statistics.median(ratios), spread(ratios), difference)
+
+
+def time_in_turn(runs: Sequence[RunStep], rounds: int) -> Tensor:
+    """Time steps in turn, each round in the opposite order of the one before.
+
+    A barrier comes before each step, and a step's time is that of the slowest rank.
+
+    Returns:
+        [rounds, len(runs)] float64, seconds, the same on all ranks.
+    """
+    times = torch.zeros(rounds, len(runs), dtype=torch.float64)
     gc.collect()
     gc.disable()
     try:
-        for pair in range(pairs):
-            for which in (0, 1) if pair % 2 == 0 else (1, 0):
-                run = (peer, ours)[which]
+        for number in range(rounds):
+            for which in range(len(runs)) if number % 2 == 0 else reversed(range(len(runs))):
                 dist.barrier()
                 began = time.perf_counter()
-                run()
-                times[pair, which] = time.perf_counter() - began
+                runs[which]()
+                times[number, which] = time.perf_counter() - began
     finally:
         gc.enable()
     dist.all_reduce(times, dist.ReduceOp.MAX)
-    ratios = (times[:, 1] / times[:, 0]).tolist()
-    low, _, high = statistics.quantiles(ratios, n=4, method="inclusive") if pairs > 1 else ratios * 3
-    peer_ms, ours_ms = (times.median(0).values * 1e3).tolist()
-    return Comparison(peer_ms, ours_ms, statistics.median(ratios), high - low, difference)
+    return times
+
+
+def spread(values: Sequence[float]) -> float:
+    """Return the interquartile range; 0 of a single value."""
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else (0.0, 0.0, 0.0)
+    return high - low
 
 
 def profile_beside(peer: RunStep, ours: RunStep, steps: int = 10, rows: int = 25) -> str:
@@ -146,6 +170,66 @@ def profile_beside(peer: RunStep, ours: RunStep, steps: int = 10, rows: int = 25
 def _sum(values: Iterable[tuple[float, float]]) -> tuple[float, float]:
     pairs = list(values)
     return sum(a for a, _ in pairs), sum(b for _, b in pairs)
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+def count_memory() -> None:
+    """Have torch's CPU allocator count the bytes of all tensors that are allocated from now on, in all threads.
+
+    The profiler switches that on for one thread and its own time alone, but gloo's threads free tensors too. The switch
+    is a flag of c10 that Python has no name for.
+    """
+    library = ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("*c10.*"))))
+    ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = True
+
+
+def _levels(run: Callable[[], object]) -> list[int]:
+    """Return the bytes that live tensors hold after each allocation and release of ``run``, in order of time."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        run()
+    assert recorded.profiler is not None and recorded.profiler.kineto_results is not None
+    waiting = list(recorded.profiler.kineto_results.experimental_event_tree())
+    found: list[tuple[int, int]] = []
+    while waiting:
+        event = waiting.pop()
+        waiting += event.children
+        if event.tag == _EventType.Allocation:
+            found.append((event.start_time_ns, event.extra_fields.total_allocated))  # type: ignore[attr-defined]
+    return [level for _, level in sorted(found, key=lambda e: e[0])]
+
+
+def live_bytes() -> int:
+    """Return the bytes that live tensors hold which were allocated since ``count_memory``."""
+    return _levels(lambda: torch.empty(1, dtype=torch.uint8))[0] - 1
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """Return how far the bytes of live CPU tensors rise, while ``run`` runs, above what they are before.
+
+    From the CPU allocator's own events, after ``count_memory``. What a library allocates by itself (gloo's and oneDNN's
+    scratch memory) is not in it, nor what another thread allocates and frees between two events of this one.
+    """
+    before = live_bytes()
+    return max([before, *_levels(run)]) - before
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the storages of tensors, each storage counted once."""
+    return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
+
+
+# --- output ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def failing(parser: argparse.ArgumentParser) -> Iterator[None]:
+    """End the command with a ValueError's message and exit code 2."""
+    try:
+        yield
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def table(lines: Sequence[Sequence[str]]) -> str:

@@ -14,9 +14,10 @@ from dtengine.layout import Layout, Plan, Rule, make_plan
 from dtengine.mesh import Mesh, build_mesh, parse_mesh
 from dtengine.model import Buffer, Model, ModelConfig, Param, Tied, configure, load_model
 from dtengine.ops import Ops
-from dtengine.optim import LearningRate, Optimizer, adamw, sgd
+from dtengine.optim import OPTIMIZERS, Optimizer, adafactor, adamw, lion, muon, sgd
 from dtengine.program import Program
 from dtengine.ranks import launcher_environment, process_group
+from dtengine.rates import LearningRate
 from dtengine.shard import gather
 from dtengine.step import Metrics, State, Step, StepConfig, init_state, make_step
 
@@ -28,8 +29,9 @@ __all__ = [
     # a model
     "Buffer", "Model", "ModelConfig", "Ops", "Param", "Tied", "configure", "load_model",
     # a step
-    "LearningRate", "Metrics", "Optimizer", "Program", "State", "Step", "StepConfig", "adamw", "gather", "init_state",
-    "make_step", "sgd",
+    "LearningRate", "Metrics", "Program", "State", "Step", "StepConfig", "gather", "init_state", "make_step",
+    # optimizers
+    "OPTIMIZERS", "Optimizer", "adafactor", "adamw", "lion", "muon", "sgd",
     # data
     "IGNORE", "Batch", "BatchShape", "Corpus", "Loader", "Sequences", "heldout_batches", "load_corpus", "train_batches",
     # ranks and state

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from dtengine import random
 from dtengine.layout import Placements, local_bounds
 from dtengine.mesh import Mesh
+from dtengine.model import Param
+from dtengine.optimizer import Optimizer
 from dtengine.shard import bounds_of
 from dtengine.step import State
 from dtengine.torch_private import all_gather_flat
@@ -321,10 +323,12 @@ def _bit_sum(x: DTensor) -> Tensor:
     return random.bits(bits, torch.arange(len(bits))).sum()
 
 
-def tensor_names(params: Iterable[str], slots: Iterable[str]) -> dict[str, str]:
-    """Return {name in a checkpoint: name of its parameter} of all parameters and their optimizer slots."""
-    names = {f"params.{name}": name for name in params}
-    return names | {f"slots.{slot}.{name}": name for name in params for slot in slots}
+def tensor_shapes(params: Mapping[str, Param], optimizer: Optimizer) -> dict[str, tuple[int, ...]]:
+    """Return {name in a checkpoint: global shape} of all parameters and their optimizer slots."""
+    shapes = {f"params.{name}": param.shape for name, param in params.items()}
+    for name, param in params.items():
+        shapes |= {f"slots.{slot}.{name}": one.shape for slot, one in optimizer.slots(param).items()}
+    return shapes
 
 
 def _gather_numbers(number: int, mesh: Mesh) -> list[int]:

@@ -91,14 +91,19 @@ class OptimizerOptions:
 
     steps: int = 300
     """Optimizer steps of the whole run. The learning rate decays to the last one: more steps stretch the decay."""
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """adamw: betas 0.9 and 0.95; sgd: without momentum unless --momentum is given."""
+    optimizer: Literal["adamw", "sgd", "lion", "adafactor", "muon"] = "adamw"
+    """adamw: betas 0.9 and 0.95. sgd: without momentum unless --momentum is given. lion: signs of a mean gradient; half of
+    adamw's state. adafactor: nearly no state. muon: orthogonal momentum for hidden matrices, adamw for the rest."""
     lr: float = 4e-3
-    """Peak learning rate, at --base-batch where that is given."""
+    """Peak learning rate, at --base-batch where that is given. muon takes adamw's, lion a third to a tenth of it;
+    adafactor's is relative to the size of each parameter, so it wants more: 1e-2 to 5e-2."""
     warmup: int = 20
     """Steps of linear warm-up."""
-    lr_decay: Literal["cosine", "linear", "none"] = "cosine"
-    """From the peak to --lr-floor, over the steps after warm-up."""
+    lr_decay: Literal["cosine", "linear", "wsd", "rsqrt", "none"] = "cosine"
+    """From the peak to --lr-floor: cosine and linear over all steps after warm-up; wsd linearly over the last
+    --decay-steps; rsqrt as 1 / sqrt(step), whatever the number of steps."""
+    decay_steps: int | None = None
+    """Steps of the decay of wsd; a tenth of all by default."""
     lr_floor: float = 0.1
     """Share of the peak that is left at the end."""
     base_batch: int | None = None
@@ -110,7 +115,11 @@ class OptimizerOptions:
     weight_decay: float = 0.1
     """Decoupled weight decay; not applied to norms and biases."""
     momentum: float = 0.0
-    """Momentum of sgd."""
+    """Momentum of sgd; the others have their own."""
+    label_smoothing: float = 0.0
+    """Share of each label that is spread evenly over the vocabulary; in training only."""
+    z_loss: float = 0.0
+    """Coefficient on log(Z)^2, which keeps logits from drifting (PaLM: 1e-4); in training only."""
     clip: float = 1.0
     """Largest global gradient norm; 0 clips nothing."""
     clip_order: Literal["1", "2", "inf"] = "2"
@@ -136,6 +145,10 @@ class ProgramOptions:
     """Whole blocks are gathered, and their gradients reduced, together until they have this size in MiB; 0: one by one."""
     disable_pass: tuple[str, ...] = ()
     """Passes over the step's graph that do not run; --passes names them."""
+    compile: bool = False
+    """Compile each kind of block by Inductor; half a minute more to start, and a C++ compiler is needed on CPUs."""
+    reshard: bool = True
+    """Drop gathered parameters behind their forward and gather them again for their backward (fsdp)."""
     passes: bool = False
     """Print what each pass over the step's graph did; then stop."""
     eager: bool = False
@@ -228,7 +241,7 @@ def from_json(text: str) -> TrainOptions:
         groups = {}
         for group in dataclasses.fields(TrainOptions):
             kind = type(getattr(TrainOptions(), group.name))
-            if group.name not in stored:  # of an earlier version
+            if group.name == "program" and group.name not in stored and "mesh" in stored:  # of an earlier version
                 groups[group.name] = kind()
                 continue
             known = {f.name for f in dataclasses.fields(kind)}
@@ -260,9 +273,8 @@ class Setup:
 
     def optimizer(self, options: OptimizerOptions) -> optim.Optimizer:
         """Return the optimizer that the options name."""
-        if options.optimizer == "sgd":
-            return optim.sgd(options.momentum, options.weight_decay)
-        return optim.adamw(weight_decay=options.weight_decay)
+        beside = {"momentum": options.momentum} if options.optimizer == "sgd" else {}
+        return optim.OPTIMIZERS[options.optimizer](weight_decay=options.weight_decay, **beside)
 
 
 def resolve(
@@ -296,6 +308,7 @@ def resolve(
     )
     bounds = {"steps": (1, math.inf), "lr": (0, math.inf), "warmup": (0, math.inf), "lr_floor": (0, 1)}
     bounds |= {"weight_decay": (0, math.inf), "momentum": (0, 1), "clip": (0, math.inf), "lr_scale_max": (0, math.inf)}
+    bounds |= {"label_smoothing": (0, 1), "z_loss": (0, math.inf)}
     for name, (low, high) in bounds.items():
         value = getattr(optimizer, name)
         if not (math.isfinite(value) and low <= value <= high):
@@ -313,6 +326,7 @@ def resolve(
     unknown = [name for name in program.disable_pass if name not in PASSES]
     if unknown:
         raise ValueError(f"--disable-pass {' '.join(unknown)}: no such pass. Use some of {', '.join(PASSES)}.")
+    _check_optimizer(optimizer)
     step = StepConfig(
         microbatch=shape.microbatch,
         seq=config.seq,
@@ -321,6 +335,8 @@ def resolve(
         clip=optimizer.clip,
         norm_order=float(optimizer.clip_order),
         dropout=config.dropout,
+        label_smoothing=optimizer.label_smoothing,
+        z_loss=optimizer.z_loss,
         seed=optimizer.seed,
         eager=program.eager,
         recompute=program.recompute,
@@ -328,10 +344,35 @@ def resolve(
         prefetch=program.prefetch,
         bucket_mb=program.bucket_mb,
         disable_pass=program.disable_pass,
+        compile=program.compile,
+        reshard=program.reshard,
     )
     heads = any("kv_heads" in leaf.names for leaf in leaves)
     wasteful = _wasteful(plan, config if heads else None, global_batch, shape)
     return Setup(chosen, config, plan, global_batch, shape, step, tuple(wasteful))
+
+
+def _check_optimizer(options: OptimizerOptions) -> None:
+    """Raise ValueError for options that the optimizer or the decay in use does not have, or cannot keep."""
+    if options.momentum and options.optimizer != "sgd":
+        raise ValueError(
+            f"--momentum {options.momentum}: --optimizer {options.optimizer} does not take it; only sgd does. Leave it out, "
+            "or use --optimizer sgd."
+        )
+    if options.decay_steps is None:
+        return
+    if options.lr_decay != "wsd":
+        raise ValueError(
+            f"--decay-steps {options.decay_steps}: --lr-decay {options.lr_decay} does not take it; only wsd does. Leave it "
+            "out, or use --lr-decay wsd."
+        )
+    most = options.steps - options.warmup
+    if not 1 <= options.decay_steps <= most:
+        cure = f"Use at most {most}" if most > 0 else "Use more --steps, or less --warmup"
+        raise ValueError(
+            f"--decay-steps {options.decay_steps}: --steps {options.steps} less --warmup {options.warmup} leaves {most}; "
+            f"the decay is at least 1 step, and one of these. {cure}."
+        )
 
 
 def solve_batch(

@@ -5,6 +5,7 @@ graph: it traces each kind of part once and copies its nodes into the step where
 as much with eighty layers as with one. ``EagerExecutor`` works on tensors, for debugging.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -26,7 +27,7 @@ from dtengine.passes import (
     run_passes,
 )
 from dtengine.recompute import Saving, saved_nodes
-from dtengine.torch_private import WAIT, FakeTensorMode, make_fx
+from dtengine.torch_private import WAIT, FakeTensorMode, inductor, make_fx, onednn_matmul, opaque_onednn_matmul
 
 Value = Any  # a node of the step's graph, or a tensor
 LocalFunction = Callable[..., list[Tensor]]
@@ -154,6 +155,7 @@ class GraphExecutor:
         mode: of all fake tensors; one, so that traces fit each other.
         agree: gives for each flag of this rank whether it is set on any rank.
         disabled: names of passes that do not run.
+        compile: whether forward and backward of each kind of part are compiled by Inductor.
         traces: {key and forms of the inputs: Traced}, shared by the programs of a step.
         effects: what each pass did.
     """
@@ -163,11 +165,13 @@ class GraphExecutor:
     mode: FakeTensorMode
     agree: Agree
     disabled: Sequence[str] = ()
+    compile: bool = False
     traces: dict[tuple, Traced] = field(default_factory=dict)
     effects: list[Effect] = field(default_factory=list)
     root: torch.nn.Module = field(default_factory=torch.nn.Module)
     graph: fx.Graph = field(default_factory=fx.Graph)
     constants: dict[int, str] = field(default_factory=dict)
+    regions: dict[tuple, torch.nn.Module] = field(default_factory=dict)
     none_grads: dict[tuple, list[bool]] = field(default_factory=dict)
 
     def begin(self) -> None:
@@ -242,7 +246,11 @@ class GraphExecutor:
         traced = self._joint(part, inputs)
         env = dict(zip(traced.inputs[:-1], inputs, strict=True))
         outputs = traced.outputs[: part.num_outputs]
-        if self.saving.recomputes(part):
+        if self.compile:
+            wanted = [*outputs, *self._keep(part, traced, regathered=True, views=False)]
+            needed = _closure(wanted, set())
+            self._emit_compiled(traced, "forward", [n for n in traced.forward if n in needed], env, wanted)
+        elif self.saving.recomputes(part):
             needed = _closure(outputs, set())
             self._emit([n for n in traced.forward if n in needed], env)
         else:
@@ -255,39 +263,49 @@ class GraphExecutor:
         """See Executor."""
         traced, before, then = saved
         num = len(part.names)
-        again = self.saving.recomputes(part)
-        if not again and list(params) == then:
-            env = before
+        results = traced.outputs[part.num_outputs :]
+        if not self.compile and not self.saving.recomputes(part) and list(params) == then:
+            env, again = before, []
         else:
-            env = self._restore(part, traced, before, params, regathered=list(params) != then)
+            env, again = self._restore(part, traced, before, params, regathered=self.compile or list(params) != then)
         env[traced.inputs[-1]] = grad
-        self._emit(traced.backward, env)
-        rest = [env[n] for n in traced.outputs[part.num_outputs :]]
+        if self.compile:
+            self._emit_compiled(traced, "backward", [*again, *traced.backward], env, results)
+        else:
+            self._emit([*again, *traced.backward], env)
+        rest = [env[n] for n in results]
         of_x = None if part.role == "embed" else rest.pop(0)
         found = iter(rest)
         return of_x, [None if none else next(found) for none in self.none_grads[part.kind][:num]]
 
     # --- the mechanism --------------------------------------------------------------------------------------------
 
-    def _restore(self, part: Part, traced: Traced, before: Env, params: Sequence[fx.Node], *, regathered: bool) -> Env:
-        """Return what the backward of a part may read: saved values, and the rest of the forward computed again."""
+    def _restore(
+        self, part: Part, traced: Traced, before: Env, params: Sequence[fx.Node], *, regathered: bool
+    ) -> tuple[Env, list[fx.Node]]:
+        """Return what the backward of a part may read, and the nodes of the forward that it computes again."""
         num = len(part.names)
         inputs = traced.inputs[:-1]
         env: Env = dict(zip(inputs[:num], params, strict=True))
         env |= {n: before[n] for n in inputs[num:]}
-        own = set(inputs[:num])
-        wanted = {a for n in traced.backward for a in n.all_input_nodes if phase_of(a) == FORWARD and a not in own}
-        keep = saved_nodes(
-            traced.forward, wanted, own, self.saving if self.saving.recomputes(part) else None, regathered
-        )
+        keep = self._keep(part, traced, regathered=regathered, views=not self.compile)
         env |= {n: before[n] for n in keep if n in before}
-        needed = _closure([n for n in wanted if n not in env], set(env))
+        needed = _closure([n for n in _read_by_backward(traced) if n not in env], set(env))
         collectives = [n for n in traced.forward if is_collective(n)]
         if collectives:  # all ranks repeat the same ones, also those whose shards are empty
             flags = self.agree([n in needed for n in collectives])
             needed |= _closure([n for n, flag in zip(collectives, flags, strict=True) if flag], set(env))
-        self._emit([n for n in traced.forward if n in needed and n not in env], env)
-        return env
+        return env, [n for n in traced.forward if n in needed and n not in env]
+
+    def _keep(self, part: Part, traced: Traced, *, regathered: bool, views: bool) -> set[fx.Node]:
+        """Return the nodes of a part's forward whose values its backward finds as they were."""
+        own, wanted = set(traced.inputs[: len(part.names)]), _read_by_backward(traced)
+        saving = self.saving if self.saving.recomputes(part) else None
+        keep = saved_nodes(traced.forward, wanted, own, saving, regathered)
+        if views:
+            return keep
+        # A compiled forward hands out memory of its own only; views of it are taken again.
+        return {root_of(n) for n in wanted & keep if root_of(n).op != "placeholder"}
 
     def _joint(self, part: Part, inputs: Sequence[fx.Node]) -> Traced:
         """Trace forward and backward of a kind of part together."""
@@ -386,6 +404,26 @@ class GraphExecutor:
             new.meta["root"] = new if alias is None else env[alias].meta.get("root", env[alias])
             env[node] = new
 
+    def _emit_compiled(
+        self, traced: Traced, phase: str, nodes: Sequence[fx.Node], env: Env, wanted: Sequence[fx.Node]
+    ) -> None:
+        """Put nodes into the graph as one call of what Inductor makes of them; compiled once for parts that are alike."""
+        inside = set(nodes)
+        results = list(dict.fromkeys(n for n in wanted if n in inside))
+        inputs = list(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside))
+        key = (id(traced), phase, tuple(n.name for n in (*results, *inputs)))
+        if key not in self.regions:
+            self.regions[key] = compile_region(traced.module, nodes, inputs, results)
+        name = f"{phase}_{list(self.regions).index(key)}"
+        self.root.add_module(name, self.regions[key])
+        call = self.graph.call_module(name, tuple(env[n] for n in inputs))
+        call.meta["val"] = [n.meta["val"] for n in results]
+        call.meta["inside"] = list(nodes)
+        for index, node in enumerate(results):
+            got = self.graph.call_function(operator.getitem, (call, index))
+            got.meta.update(node.meta, root=got)
+            env[node] = got
+
     def _constant(self, node: fx.Node) -> fx.Node:
         value = getattr(node.graph.owning_module, str(node.target))
         name = self.constants.get(id(value))
@@ -395,6 +433,39 @@ class GraphExecutor:
         new = self.graph.get_attr(name)
         new.meta.update(node.meta)
         return new
+
+
+def _read_by_backward(traced: Traced) -> set[fx.Node]:
+    """Return the nodes of the forward that the backward reads, inputs aside."""
+    return {a for n in traced.backward for a in n.all_input_nodes if phase_of(a) == FORWARD and a.op != "placeholder"}
+
+
+class _Region(torch.nn.Module):
+    """A compiled piece of a graph."""
+
+    def __init__(self, compiled: Callable[..., Any]) -> None:
+        super().__init__()
+        self.compiled = compiled
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.compiled(*inputs)
+
+
+def compile_region(
+    module: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], results: Sequence[fx.Node]
+) -> torch.nn.Module:
+    """Compile nodes of a graph by Inductor, as a function from ``inputs`` to ``results``."""
+    graph = fx.Graph()
+    env: Env = {}
+    for node in inputs:
+        env[node] = graph.placeholder(node.name)
+        env[node].meta["val"] = node.meta["val"]
+    for node in nodes:
+        env[node] = graph.node_copy(node, env.__getitem__)
+        if node.target is onednn_matmul:
+            env[node].target, env[node].args = opaque_onednn_matmul, env[node].args[:2]
+    graph.output([env[n] for n in results])
+    return _Region(inductor(fx.GraphModule(module, graph), [n.meta["val"] for n in inputs]))
 
 
 def _closure(nodes: Sequence[fx.Node], known: set[fx.Node]) -> set[fx.Node]:

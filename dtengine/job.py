@@ -12,7 +12,7 @@ from dtengine import checkpoint, config, monitor
 from dtengine.config import Setup, TrainOptions
 from dtengine.corpus import Corpus, load_corpus
 from dtengine.model import buffers, parameters
-from dtengine.optim import LearningRate, scale_peak
+from dtengine.rates import LearningRate, scale_peak
 
 # The default run: what two cores learn in about two minutes.
 DEFAULTS = {"layers": 2, "embed": 128, "heads": 4, "seq": 128, "global_batch": 32}
@@ -118,7 +118,7 @@ def prepare(options: TrainOptions, changed: str, owner: bool) -> Job:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(options.run, name)}: must be at least {low}.")
     o = options.optimizer
     peak, note = scale_peak(o.lr, setup.global_batch, o.base_batch, o.lr_scaling, o.lr_scale_max)
-    rate = LearningRate(peak, o.steps, o.warmup, o.lr_decay, o.lr_floor)
+    rate = LearningRate(peak, o.steps, o.warmup, o.lr_decay, o.lr_floor, o.decay_steps)
     if options.run.run_dir is None:
         folder = config.new_run_dir(options, time.strftime("%Y%m%d-%H%M%S"))
     else:
@@ -143,12 +143,10 @@ def find_checkpoint(job: Job) -> Job:
         )
     setup = job.setup
     specs = setup.model.specs(setup.model_config)
-    params = parameters(specs)
-    names = checkpoint.tensor_names(params, setup.optimizer(job.options.optimizer).init(torch.zeros(0)))
+    shapes = checkpoint.tensor_shapes(parameters(specs), setup.optimizer(job.options.optimizer))
+    shapes |= {f"buffers.{name}": buffer.shape for name, buffer in buffers(specs).items()}
     dtype = torch.float64 if setup.step.precision == "fp64" else torch.float32
-    expected = {name: (params[of].shape, dtype) for name, of in names.items()}
-    expected |= {f"buffers.{name}": (buffer.shape, dtype) for name, buffer in buffers(specs).items()}
-    checkpoint.check_fits(resumed, manifest, expected)
+    checkpoint.check_fits(resumed, manifest, {name: (shape, dtype) for name, shape in shapes.items()})
     return replace(job, resumed=resumed, damaged=tuple(damaged))
 
 

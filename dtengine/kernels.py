@@ -102,7 +102,16 @@ def _beside(v: Tensor, x: Tensor, dims: list[int]) -> Tensor:
     return v.view([1 if i in dims else size for i, size in enumerate(x.shape)])
 
 
-def split_cross_entropy(logits: Tensor, targets: Tensor, start: int, stop: int, group: str) -> Tensor:
+def split_cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    start: int,
+    stop: int,
+    group: str,
+    vocab: int,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Tensor:
     """Return token losses from logits whose vocabulary is split over a group, without gathering them.
 
     Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
@@ -113,11 +122,15 @@ def split_cross_entropy(logits: Tensor, targets: Tensor, start: int, stop: int, 
         start: first id of this rank.
         stop: behind its last id.
         group: process-group name.
+        vocab: ids of all ranks.
+        label_smoothing: share of each label that is spread evenly over them.
+        z_loss: coefficient on log(Z)^2.
 
     Collectives:
         Forward one all-reduce (max) and one all-reduce (sum); backward none.
     """
-    return _SplitCrossEntropy.apply(logits, targets, start, stop, group)  # type: ignore[return-value]
+    options = (vocab, label_smoothing, z_loss)
+    return _SplitCrossEntropy.apply(logits, targets, start, stop, group, options)  # type: ignore[return-value]
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -200,7 +213,16 @@ class _BatchNorm(torch.autograd.Function):
 
 class _SplitCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, start: int, stop: int, group: str) -> Tensor:
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        start: int,
+        stop: int,
+        group: str,
+        options: tuple[int, float, float],
+    ) -> Tensor:
+        vocab, smoothing, z_loss = options
         largest = logits.amax(-1) if stop > start else logits.new_full(logits.shape[:-1], -torch.inf)
         largest = all_reduce(largest, "max", group)
         shifted = logits - largest.unsqueeze(-1)
@@ -211,14 +233,23 @@ class _SplitCrossEntropy(torch.autograd.Function):
             chosen = torch.where(mine, shifted.gather(-1, inside).squeeze(-1), 0.0)
         else:
             chosen = torch.zeros_like(largest)
+        if smoothing:  # what the labels weigh, summed: (1 - smoothing) of one id, smoothing / vocab of each
+            chosen = chosen * (1 - smoothing) + shifted.sum(-1) * (smoothing / vocab)
         total, chosen = all_reduce(torch.stack([exponents.sum(-1), chosen]), "sum", group).unbind(0)
-        ctx.save_for_backward(exponents, total, mine, inside)
-        return total.log() - chosen
+        losses, log_z = total.log() - chosen, total.log() + largest
+        ctx.save_for_backward(exponents, total, mine, inside, *([log_z] if z_loss else []))
+        ctx.options = options
+        return losses + z_loss * log_z.square() if z_loss else losses
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        exponents, total, mine, inside = ctx.saved_tensors
-        out = exponents * (grad / total).unsqueeze(-1)
+        exponents, total, mine, inside, *log_z = ctx.saved_tensors
+        vocab, smoothing, z_loss = ctx.options
+        of_log_z = grad * (1 + 2 * z_loss * log_z[0]) if z_loss else grad
+        out = exponents * (of_log_z / total).unsqueeze(-1)
+        if smoothing:
+            out = out - (grad * (smoothing / vocab)).unsqueeze(-1)
         if out.shape[-1]:
-            out = out.scatter_add(-1, inside, torch.where(mine, -grad, 0.0).unsqueeze(-1))
-        return out, None, None, None, None
+            chosen = -grad * (1 - smoothing) if smoothing else -grad
+            out = out.scatter_add(-1, inside, torch.where(mine, chosen, 0.0).unsqueeze(-1))
+        return out, None, None, None, None, None

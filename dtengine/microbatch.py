@@ -37,15 +37,17 @@ class Order:
         gathers: groups of consecutive parts whose parameters are gathered by one call, in forward order.
         reduces: groups of consecutive parts whose gradients are reduced by one call, in backward order.
         prefetch: groups that are gathered ahead of the one that computes.
+        reshard: whether what was gathered is dropped behind its forward.
     """
 
     parts: tuple[Part, ...]
     gathers: tuple[tuple[int, ...], ...]
     reduces: tuple[tuple[int, ...], ...]
     prefetch: int
+    reshard: bool
 
 
-def make_order(parts: Sequence[Part], parameters: Parameters, bucket_mb: float, prefetch: int) -> Order:
+def make_order(parts: Sequence[Part], parameters: Parameters, bucket_mb: float, prefetch: int, reshard: bool) -> Order:
     """Group parts into buckets of at least ``bucket_mb`` megabytes (2^20 bytes), each of whole parts."""
 
     def size(part: Part) -> float:
@@ -70,7 +72,7 @@ def make_order(parts: Sequence[Part], parameters: Parameters, bucket_mb: float, 
                 filled = 0.0
         return tuple(tuple(g) for g in groups if g)
 
-    return Order(tuple(parts), group(range(len(parts))), group(range(len(parts) - 1, -1, -1)), prefetch)
+    return Order(tuple(parts), group(range(len(parts))), group(range(len(parts) - 1, -1, -1)), prefetch, reshard)
 
 
 class Buffer(NamedTuple):
@@ -229,7 +231,7 @@ class Microbatch:
         """
         order = self.order
         blocks = [[i for i in group if order.parts[i].role == "block"] for group in order.gathers]
-        again = [g for g in range(len(blocks) - 2, -1, -1) if blocks[g]] if self.gathers else []
+        again = [g for g in range(len(blocks) - 2, -1, -1) if blocks[g]] if self.gathers and order.reshard else []
         if order.prefetch and not blocks[-1]:
             again = again[1:]
         names = {g: [n for i in blocks[g] for n in order.parts[i].own if not self._shared(n)] for g in again}

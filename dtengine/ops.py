@@ -47,6 +47,8 @@ class Ops:
         dropout_key: int64 tensor, the random key of this step and place, or None where dropout is off (evaluation).
         rows: [batch] int64, each row's index in the step's global batch; dropout is keyed by it.
         dropout_rate: probability that an element is zeroed.
+        label_smoothing: share of each label that ``cross_entropy`` spreads evenly over the vocabulary.
+        z_loss: coefficient that ``cross_entropy`` puts on log(Z)^2.
         site: name of the place in the model, part of each dropout's key.
         record: called with each value made, where given.
         weights: [batch, seq], weights of the tokens; a row of zeros only pads, and is in no statistics. None: all count.
@@ -58,6 +60,8 @@ class Ops:
     dropout_key: Tensor | None = None
     rows: Tensor | None = None
     dropout_rate: float = 0.0
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
     site: str = ""
     record: Callable[[Recorded], None] | None = None
     weights: Tensor | None = None
@@ -77,8 +81,12 @@ class Ops:
         weights: Tensor | None = None,
         train: bool = False,
     ) -> "Ops":
-        """Return the same operations for a part of the model whose dropout key is known."""
-        return replace(self, dropout_key=key, rows=rows, site=site, record=record, weights=weights, train=train)
+        """Return the same operations for a part of the model whose dropout key is known.
+
+        Where it does not train they are those of an evaluation: running statistics, no dropout, and the plain loss.
+        """
+        ops = replace(self, dropout_key=key, rows=rows, site=site, record=record, weights=weights, train=train)
+        return ops if train else replace(ops, label_smoothing=0.0, z_loss=0.0)
 
     # --- operations on shards -----------------------------------------------------------------------------------
 
@@ -315,6 +323,10 @@ class Ops:
     def cross_entropy(self, logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weighted sum of token losses, and the sum of the weights, without gathering the logits.
 
+        A token's loss is its cross-entropy; with ``label_smoothing`` e against (1 - e) of its label and e / vocab of every
+        id (Szegedy et al., "Rethinking the Inception Architecture", 2016), with ``z_loss`` plus that times log(Z)^2, Z
+        the sum of exp(logits) (Chowdhery et al., "PaLM", 2022).
+
         Args:
             logits: [batch, seq, vocab]; vocab may be split.
             targets: [batch, seq] int64; negative where the token is not counted.
@@ -327,6 +339,7 @@ class Ops:
             Where vocab is split: forward one all-reduce (max) and one all-reduce (sum) over tp; backward none.
         """
         start, stop = self._bounds(logits, 2)
+        vocab = logits.shape[2]
         group = None
         if self.mesh is not None:
             assert isinstance(logits, DTensor)
@@ -335,11 +348,17 @@ class Ops:
 
         def loss(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
             counted = torch.where(targets >= 0, weights, 0)
-            if group is None:
-                flat = F.cross_entropy(wide(logits).flatten(0, 1), targets.clamp(min=0).flatten(), reduction="none")
-                return (flat.view(targets.shape) * counted).sum()
-            losses = split_cross_entropy(wide(logits), targets.clamp(min=0), start, stop, group)
-            return (losses * counted).sum()
+            ids = targets.clamp(min=0)
+            if group is not None:
+                losses = split_cross_entropy(
+                    wide(logits), ids, start, stop, group, vocab, self.label_smoothing, self.z_loss
+                )
+            else:
+                flat = wide(logits).flatten(0, 1)
+                losses = F.cross_entropy(flat, ids.flatten(), reduction="none", label_smoothing=self.label_smoothing)
+                if self.z_loss:
+                    losses = losses + self.z_loss * flat.logsumexp(-1).square()
+            return (losses.view(targets.shape) * counted).sum()
 
         def count(targets: Tensor, weights: Tensor) -> Tensor:
             return torch.where(targets >= 0, weights, 0).sum()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from dtengine.torch_private import COLLECTIVES, WAIT, onednn_matmul, schema_of, storage_of
+from dtengine.torch_private import COLLECTIVES, UNSAFE_VIEW, WAIT, onednn_matmul, schema_of, storage_of
 
 aten = torch.ops.aten
 FORWARD, BACKWARD = "forward", "backward"  # meta["phase"] of a part's nodes
@@ -371,7 +371,7 @@ def fill_buckets(graph: fx.Graph) -> None:
 def _product(piece: fx.Node) -> fx.Node | None:
     """Return the product that a flat piece is a view of and that nobody else reads, or None."""
     node: Any = piece
-    while len(node.users) == 1 and node.target in (aten.view.default, aten._unsafe_view.default):
+    while len(node.users) == 1 and node.target in (aten.view.default, UNSAFE_VIEW):
         node = node.args[0]
     contiguous = isinstance(node.meta.get("val"), Tensor) and node.meta["val"].is_contiguous()
     return node if node.target is aten.mm.default and len(node.users) == 1 and contiguous else None

@@ -68,7 +68,7 @@ def collectives_of(graph: fx.Graph, mesh: Mesh) -> list[Collective]:
     """List the collectives of a graph, in the order in which they are issued."""
     axes_of_group = {group: axes for axes, group in mesh.groups.items()}
     found = []
-    for node in graph.nodes:
+    for node in [inner for n in graph.nodes for inner in n.meta.get("inside", (n,))]:
         if node.op != "call_function" or not is_collective(node):
             continue
         operands = [n.meta["val"] for n in node.all_input_nodes]

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from dtengine.layout import Placements, chunk_bounds, local_bounds
 from dtengine.mesh import Mesh
-from dtengine.torch_private import all_gather_coalesced, all_reduce, reduce_scatter
+from dtengine.torch_private import all_gather_coalesced, all_reduce, all_to_all, reduce_scatter
 
 
 class Move(NamedTuple):
@@ -67,9 +67,11 @@ def redistribute(tensors: Sequence[Tensor], moves: Sequence[Move], mesh: Mesh) -
 
     Collectives:
         For each mesh axis at most one reduce-scatter and one all-gather, and for each set of mesh axes one
-        all-reduce, whatever the number of tensors (of one dtype).
+        all-reduce, whatever the number of tensors (of one dtype). Where a mesh axis is to split another dim than before,
+        an all-to-all over it instead of a gather, at most two.
     """
-    # 1. sums that leave a shard; 2. sums that leave the whole; 3. gathers, inner axes first; 4. local slices
+    # 1. sums that leave a shard; 2. sums that leave the whole; 3. exchanges of one dim for another, outer axes first for
+    # splits that are added; 4. gathers, inner axes first, and exchanges that waited for them; 5. local slices
     local = list(tensors)
     now = [list(move.source) for move in moves]
     for axis in range(len(mesh.axes)):
@@ -89,8 +91,17 @@ def redistribute(tensors: Sequence[Tensor], moves: Sequence[Move], mesh: Mesh) -
         for i in chosen:
             for a in axes:
                 now[i][a] = Replicate()
+    exchanged = [i for i, m in enumerate(moves) if any(_changes(a, now[i], m) for a in range(len(mesh.axes)))]
+    for axis in range(len(mesh.axes)):
+        for i in exchanged:  # a slice costs nothing, and inner axes wait for it
+            if isinstance(now[i][axis], Replicate) and _may_split(axis, now[i], moves[i]):
+                step = [*now[i][:axis], moves[i].target[axis], *now[i][axis + 1 :]]
+                local[i] = _slice(local[i], now[i], moves[i]._replace(target=tuple(step)), mesh)
+                now[i] = step
+        _exchange(exchanged, local, now, moves, mesh, axis)
     for axis in reversed(range(len(mesh.axes))):
-        chosen = [i for i, m in enumerate(moves) if isinstance(now[i][axis], Shard) and now[i][axis] != m.target[axis]]
+        _exchange(exchanged, local, now, moves, mesh, axis)
+        chosen = [i for i, m in enumerate(moves) if isinstance(now[i][axis], Shard) and not _stays(axis, now[i], m)]
         _apply(_all_gather, chosen, local, now, moves, mesh, axis)
     for i, move in enumerate(moves):
         local[i] = _slice(local[i], now[i], move, mesh)
@@ -126,6 +137,52 @@ def _apply(
                 local[i] = result
         for i in same:
             now[i][axis] = moves[i].target[axis] if isinstance(now[i][axis], Partial) else Replicate()
+
+
+def _changes(axis: int, now: list, move: Move) -> bool:
+    """Whether a mesh axis splits one dim and is to split another."""
+    here, there = now[axis], move.target[axis]
+    return isinstance(here, Shard) and isinstance(there, Shard) and here != there
+
+
+def _stays(axis: int, now: list, move: Move) -> bool:
+    """Whether a split can stay: it is wanted, and no axis outside it begins or ceases to split the same dim."""
+    here = now[axis]
+    return here == move.target[axis] and all((here == now[a]) == (here == move.target[a]) for a in range(axis))
+
+
+def _may_split(axis: int, now: list, move: Move) -> bool:
+    """Whether a mesh axis may begin to split its target's dim: axes outside it have begun and stay, none inside has."""
+    there = move.target[axis]
+    outside = any((move.target[a] == there) != (now[a] == there) for a in range(axis))
+    return isinstance(there, Shard) and not outside and there not in now[axis + 1 :]
+
+
+def _exchange(
+    candidates: list[int], local: list[Tensor], now: list[list], moves: Sequence[Move], mesh: Mesh, axis: int
+) -> None:
+    """Let a mesh axis split another dim, for tensors where it does and nothing inside splits the dim it leaves."""
+    ready = [
+        i
+        for i in candidates
+        if _changes(axis, now[i], moves[i])
+        and _may_split(axis, now[i], moves[i])
+        and now[i][axis] not in now[i][axis + 1 :]
+    ]
+    name = mesh.axes[axis]
+    if mesh.sizes[name] > 1:
+        for dtype in dict.fromkeys(local[i].dtype for i in ready):
+            same = [i for i in ready if local[i].dtype == dtype]
+            dims = []
+            for i in same:
+                here, there = now[i][axis].dim, moves[i].target[axis].dim  # type: ignore[union-attr]
+                sizes = [_extent(moves[i].shape, dim, now[i], mesh, axis) for dim in (here, there)]
+                dims.append((here, sizes[0], there, sizes[1]))
+            results = _all_to_all([local[i] for i in same], dims, mesh.sizes[name], mesh.groups[(name,)], mesh, axis)
+            for i, result in zip(same, results, strict=True):
+                local[i] = result
+    for i in ready:
+        now[i][axis] = moves[i].target[axis]
 
 
 def _extent(shape: Sequence[int], dim: int, now: list, mesh: Mesh, axis: int) -> int:
@@ -175,6 +232,33 @@ def _reduce_scatter(
         offset += column.shape[1]
         start, stop = chunk_bounds(size, parts, mesh.coordinate[axis])
         results.append(piece if stop - start == shape[dim] else piece.narrow(dim, 0, stop - start).contiguous())
+    return results
+
+
+def _all_to_all(
+    tensors: list[Tensor],
+    dims: list[tuple[int, int, int, int]],
+    parts: int,
+    group: str,
+    mesh: Mesh,
+    axis: int,
+) -> list[Tensor]:
+    """Make each tensor whole along one dim and cut it along another, (dim, size, dim, size): one call on a flat buffer."""
+    columns, shapes = [], []
+    for tensor, (here, size, there, other) in zip(tensors, dims, strict=True):
+        padded = _pad(_pad(tensor, here, -(-size // parts)), there, -(-other // parts) * parts)
+        pieces = padded.unflatten(there, (parts, -(-other // parts))).movedim(there, 0)
+        shapes.append(pieces.shape[1:])
+        columns.append(pieces.reshape(parts, pieces[0].numel()))
+    flat = columns[0] if len(columns) == 1 else torch.cat(columns, 1)
+    received = all_to_all(flat.contiguous(), parts, group)
+    results, offset = [], 0
+    for shape, column, (here, size, there, other) in zip(shapes, columns, dims, strict=True):
+        pieces = received[:, offset : offset + column.shape[1]].reshape(parts, *shape)
+        offset += column.shape[1]
+        start, stop = chunk_bounds(other, parts, mesh.coordinate[axis])
+        whole = pieces.movedim(0, here).flatten(here, here + 1)
+        results.append(whole.narrow(here, 0, size).narrow(there, 0, stop - start).contiguous())
     return results
 
 

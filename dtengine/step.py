@@ -29,7 +29,7 @@ from dtengine.model import Model, ModelConfig, Param
 from dtengine.model import buffers as model_buffers
 from dtengine.model import parameters as model_parameters
 from dtengine.ops import Ops, Recorded
-from dtengine.optim import Optimizer
+from dtengine.optimizer import Optimizer
 from dtengine.parameters import COMPUTE_DTYPES, Parameters
 from dtengine.parts import PartFunctions, parts_of
 from dtengine.passes import Effect
@@ -45,7 +45,7 @@ class State(NamedTuple):
     Attributes:
         step: number of updates done.
         params: {name: DTensor} in the params layout, fp32 (fp64 where computed so).
-        slots: {name: {slot: DTensor}} in the optimizer layout.
+        slots: {name: {slot: DTensor}} in the optimizer layout, or whole where the optimizer says so.
         buffers: {name: DTensor} in the compute layout; what the model carries from pass to pass, such as batch-norm
             statistics.
     """
@@ -86,6 +86,8 @@ class StepConfig:
         clip: largest global gradient norm; 0 clips nothing.
         norm_order: order of that norm: 1, 2 or inf.
         dropout: probability in [0, 1).
+        label_smoothing: share of each label that is spread evenly over the vocabulary, in training.
+        z_loss: coefficient on log(Z)^2, in training.
         seed: of dropout and initial parameters.
         eager: run the functions untraced.
         recompute: what blocks compute again in their backward: none, full, selective or every-N.
@@ -94,6 +96,8 @@ class StepConfig:
         bucket_mb: parameters are gathered, and gradients reduced, by whole parts together until they have this size, in
             units of 2^20 bytes.
         disable_pass: names of passes that do not run.
+        compile: compile forward and backward of each kind of part by Inductor.
+        reshard: drop gathered parameters behind their forward and gather them again for their backward (fsdp).
     """
 
     microbatch: int
@@ -103,6 +107,8 @@ class StepConfig:
     clip: float = 1.0
     norm_order: float = 2.0
     dropout: float = 0.0
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
     seed: int = 0
     eager: bool = False
     recompute: str = "none"
@@ -110,6 +116,8 @@ class StepConfig:
     prefetch: int = 1
     bucket_mb: float = 25.0
     disable_pass: tuple[str, ...] = ()
+    compile: bool = False
+    reshard: bool = True
 
 
 @dataclass
@@ -305,12 +313,12 @@ class Step:
         so_far, *now = rest
         if program == "accumulate":
             return [*run.call(("add",), lambda a, b: [a + b], [so_far, loss]), *(latest[n] for n in running)]
-        names, slot_names = list(self.params), self.updater.slot_names
+        names = list(self.params)
 
         def update(*tensors: Tensor) -> list[Tensor]:
             rest = iter(tensors)
             params = [next(rest) for _ in names]
-            slots = [{slot: next(rest) for slot in slot_names} for _ in names]
+            slots = [{slot: next(rest) for slot in self.updater.slot_names(name)} for name in names]
             grads = [next(rest) for _ in names]
             held = [(next(rest), next(rest)) for _ in latest]
             seed, so_far, loss, lr, number = rest
@@ -359,7 +367,9 @@ class Step:
     @cached_property
     def _executor(self) -> GraphExecutor:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        return GraphExecutor(self.functions, self._saving, mode, self._agree, self.config.disable_pass)
+        return GraphExecutor(
+            self.functions, self._saving, mode, self._agree, self.config.disable_pass, self.config.compile
+        )
 
     def _agree(self, flags: list[bool]) -> list[bool]:
         """Return for each flag whether it is set on any rank."""
@@ -398,7 +408,7 @@ class Step:
             "params": shards(self.plan.params),
             "buffers": buffers,
             "running": buffers,
-            "slots": [shard for shard in shards(self.plan.optimizer) for _ in self.updater.slot_names],
+            "slots": [s.to_local() for name in self.params for s in self.updater.init_slots(name).values()],
             "batch": list(batch),
             "scalars": [
                 scalar,
@@ -441,9 +451,15 @@ def make_step(
     for leaf in (*params.values(), *buffers.values()):
         plan.params.check(leaf.names)
     placed = Parameters(params, plan, mesh, config.precision, torch.device(device), buffers)
-    ops = Ops(mesh, plan.compute, dropout_rate=config.dropout)
+    ops = Ops(
+        mesh,
+        plan.compute,
+        dropout_rate=config.dropout,
+        label_smoothing=config.label_smoothing,
+        z_loss=config.z_loss,
+    )
     functions = PartFunctions(model, placed, ops)
-    order = make_order(parts_of(specs, params), placed, config.bucket_mb, config.prefetch)
+    order = make_order(parts_of(specs, params), placed, config.bucket_mb, config.prefetch, config.reshard)
     microbatch = Microbatch(order, functions, config.dropout > 0)
     return Step(functions, microbatch, Updater(placed, optimizer, config.clip, config.norm_order), config, rate)
 
@@ -452,10 +468,5 @@ def init_state(step: Step) -> State:
     """Draw the initial parameters, each rank its own shards; a value depends on (seed, name, global index) alone."""
     parameters = step.parameters
     params = {name: parameters.initial(name, step.config.seed) for name in step.params}
-    slots = {}
-    for name in params:
-        placements = parameters.placements(step.plan.optimizer, name)
-        values = step.updater.optimizer.init(parameters.empty(name, placements))
-        slots[name] = {slot: parameters.wrap(name, value, placements) for slot, value in values.items()}
     buffers = {name: parameters.wrap_buffer(name, parameters.initial_buffer(name)) for name in parameters.buffers}
-    return State(0, params, slots, buffers)
+    return State(0, params, {name: step.updater.init_slots(name) for name in params}, buffers)

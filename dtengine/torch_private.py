@@ -1,6 +1,6 @@
 """Every private torch name that the engine uses, each with its reason and the public name to move to."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 
@@ -15,23 +15,30 @@ from torch.fx.experimental.proxy_tensor import make_fx  # joint forward and back
 __all__ = [
     "COLLECTIVES",
     "FakeTensorMode",
+    "UNSAFE_VIEW",
     "WAIT",
     "agent_processes",
+    "add",
     "add_",
     "all_gather_coalesced",
     "all_gather_flat",
     "all_reduce",
+    "all_to_all",
     "fake_process_group",
     "flat_group",
+    "inductor",
     "fused_adamw_",
     "make_fx",
     "norms",
     "onednn_matmul",
+    "opaque_onednn_matmul",
     "preload",
     "reduce_scatter",
     "scale",
     "schema_of",
+    "signs",
     "storage_of",
+    "subtract",
 ]
 
 
@@ -52,6 +59,9 @@ COLLECTIVES = "_c10d_functional"  # their namespace
 WAIT = _collectives.wait_tensor.default
 
 
+# The view that a trace makes of a product, where nobody else has the memory; public: none yet.
+UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+
 # On CPUs, oneDNN's product of an input and a transposed weight, as Inductor calls it; public: none yet.
 onednn_matmul = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
 
@@ -59,6 +69,26 @@ onednn_matmul = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkl
 def preload() -> None:
     """Import what the first trace would import (0.5 s), so that ranks which are forked after it find it there."""
     import torch._dynamo  # noqa: F401
+
+
+# Inductor has a rule of its own for oneDNN's product, for constant weights only; behind another name it is left alone.
+_library = torch.library.Library("dtengine", "DEF")
+_library.define("onednn_matmul(Tensor a, Tensor b_transposed) -> Tensor")
+_library.impl("onednn_matmul", lambda a, b: onednn_matmul(a, b, None, "none", [], ""), "CPU")  # type: ignore[misc]
+_library.impl("onednn_matmul", lambda a, b: a.new_empty(a.shape[0], b.shape[0]), "Meta")
+opaque_onednn_matmul = torch.ops.dtengine.onednn_matmul.default
+
+
+def inductor(module: fx.GraphModule, examples: list[Tensor]) -> Callable[..., list[Tensor]]:
+    """Compile a graph of torch calls, not differentiated again; public: torch.compile, which would trace it anew.
+
+    Inductor's caches on disk are pickles, so they stay off.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+
+    with config.patch(force_disable_caches=True):
+        return compile_fx(module, examples)  # type: ignore[return-value,arg-type]
 
 
 def flat_group(mesh: DeviceMesh, names: tuple[str, ...]) -> ProcessGroup:
@@ -82,6 +112,12 @@ def all_reduce(tensor: Tensor, operation: str, group: str) -> Tensor:
     return _collectives.wait_tensor(_collectives.all_reduce_(tensor, operation, group))
 
 
+def all_to_all(rows: Tensor, parts: int, group: str) -> Tensor:
+    """Send row i of [parts, n] to rank i of the group, and return what they sent, [parts, n]."""
+    ones = [1] * parts
+    return _collectives.wait_tensor(_collectives.all_to_all_single(rows, ones, ones, group))
+
+
 def reduce_scatter(flat: Tensor, parts: int, group: str, *, on_gloo: bool) -> Tensor:
     """Sum [parts, n] over the group and return this rank's row, [n].
 
@@ -89,9 +125,7 @@ def reduce_scatter(flat: Tensor, parts: int, group: str, *, on_gloo: bool) -> Te
     (measured on 2 ranks, one core each) and add in rank order.
     """
     if on_gloo:
-        rows = [1] * parts
-        received = _collectives.wait_tensor(_collectives.all_to_all_single(flat, rows, rows, group))
-        return received.sum(0)
+        return all_to_all(flat, parts, group).sum(0)
     return _collectives.wait_tensor(_collectives.reduce_scatter_tensor(flat.view(-1), "sum", parts, group))
 
 
@@ -100,9 +134,24 @@ def add_(sums: list[Tensor], terms: list[Tensor]) -> None:
     torch._foreach_add_(sums, terms)  # type: ignore[attr-defined]
 
 
-def scale(tensors: list[Tensor], factor: Tensor) -> list[Tensor]:
-    """Multiply tensors by a scalar tensor, in one call."""
+def scale(tensors: list[Tensor], factor: Tensor | float | list[float]) -> list[Tensor]:
+    """Multiply tensors by one scalar, or each by its own, in one call."""
     return list(torch._foreach_mul(tensors, factor))  # type: ignore[attr-defined]
+
+
+def add(tensors: list[Tensor], others: list[Tensor]) -> list[Tensor]:
+    """Add lists of tensors, in one call."""
+    return list(torch._foreach_add(tensors, others))  # type: ignore[attr-defined]
+
+
+def subtract(tensors: list[Tensor], others: list[Tensor]) -> list[Tensor]:
+    """Subtract lists of tensors, in one call."""
+    return list(torch._foreach_sub(tensors, others))  # type: ignore[attr-defined]
+
+
+def signs(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the sign of each element, in one call."""
+    return list(torch._foreach_sign(tensors))  # type: ignore[attr-defined]
 
 
 def norms(tensors: list[Tensor], order: float) -> list[Tensor]:

@@ -4,16 +4,17 @@ All of it works on local tensors, is traced into the step's program, and runs on
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
-from dtengine.optim import Optimizer, Slots, Update, global_norm_terms
+from dtengine.optimizer import Leaf, Optimizer, Slots, Update
 from dtengine.parameters import Parameters
-from dtengine.shard import redistribute
-from dtengine.torch_private import all_reduce, scale
+from dtengine.shard import bounds_of, redistribute, wrap
+from dtengine.torch_private import all_reduce, norms, scale
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,21 @@ class Updater:
     clip: float
     norm_order: float
 
-    @property
-    def slot_names(self) -> list[str]:
-        """Names of the optimizer's slots, in order."""
-        return list(self.optimizer.init(torch.zeros(0)))
+    def init_slots(self, name: str) -> dict[str, DTensor]:
+        """Return a parameter's slots as they start: zero, each rank its shard."""
+        placements = self.parameters.placements(self.parameters.plan.optimizer, name)
+        found = {}
+        for slot_name, slot in self.optimizer.slots(self.parameters.specs[name]).items():
+            placed = slot.placements(placements)
+            bounds = bounds_of(slot.shape, placed, self.parameters.mesh)
+            shape = [stop - start for start, stop in bounds]
+            local = torch.zeros(shape, dtype=self.parameters.dtype, device=self.parameters.device)
+            found[slot_name] = wrap(local, self.parameters.mesh, placed, slot.shape)
+        return found
+
+    def slot_names(self, name: str) -> list[str]:
+        """Return the names of a parameter's slots, in order."""
+        return list(self.optimizer.slots(self.parameters.specs[name]))
 
     def __call__(
         self, params: list[Tensor], slots: list[Slots], grads: list[Tensor], loss: Tensor, lr: Tensor, number: Tensor
@@ -44,7 +56,7 @@ class Updater:
 
         Args:
             params: shards in the params layout.
-            slots: shards in the optimizer layout.
+            slots: of each parameter, shards as ``init_slots`` lays them out.
             grads: shards in the optimizer layout, reduced.
             loss: this rank's term of the mean loss of the global batch.
             lr: learning rate, float64.
@@ -54,7 +66,7 @@ class Updater:
             [loss, norm before clipping, whether all was finite (1.0 or 0.0), for each data-parallel coordinate whether
             its own loss was not]: equal on all ranks.
         """
-        # 1. agree on loss and norm; 2. clip; 3. optimizer on shards; 4. store
+        # 1. agree on loss and norm; 2. clip; 3. optimizer, on shards; 4. store
         parameters, plan, mesh = self.parameters, self.parameters.plan, self.parameters.mesh
         loss, norm, bad = self._agree(loss, grads)
         finite = torch.isfinite(loss) & torch.isfinite(norm)
@@ -65,16 +77,11 @@ class Updater:
 
         skip = 1.0 - finite.to(torch.float32)
         shards = redistribute(params, parameters.moves(plan.params, plan.optimizer), mesh)
-        for decayed in (True, False):
-            chosen = [i for i, p in enumerate(parameters.specs.values()) if p.decayed == decayed and shards[i].numel()]
-            if chosen:
-                self.optimizer.update(
-                    [shards[i] for i in chosen],
-                    [grads[i] for i in chosen],
-                    [slots[i] for i in chosen],
-                    self.optimizer.weight_decay if decayed else 0.0,
-                    Update(lr, number, skip),
-                )
+        leaves = [
+            Leaf(spec, parameters.placements(plan.optimizer, name), shard, grad, own)
+            for (name, spec), shard, grad, own in zip(parameters.specs.items(), shards, grads, slots, strict=True)
+        ]
+        self.optimizer.update(leaves, mesh, Update(lr, number, skip))
 
         stored = redistribute(shards, parameters.moves(plan.optimizer, plan.params), mesh)
         for param, shard, new in zip(params, shards, stored, strict=True):
@@ -115,3 +122,10 @@ class Updater:
                 term = all_reduce(term.clone(), "max", everyone)
         norm = term + vector[1] if math.isinf(order) else vector[1] if order == 1 else vector[1].pow(1 / order)
         return vector[0], norm, vector[2:]
+
+
+def global_norm_terms(grads: Sequence[Tensor], order: float) -> Tensor:
+    """Return this rank's term of a global norm: sum |g|^order, or max |g| where order is inf; a scalar tensor."""
+    present = [g for g in grads if g.numel()]
+    found = torch.stack(norms(present, order))
+    return found.amax() if math.isinf(order) else found.pow(order).sum()

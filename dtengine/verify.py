@@ -151,7 +151,14 @@ def train_one_device(setup: Setup, options: OptimizerOptions, batch: Batch) -> T
         key = random.fold(random.key(config.seed, "dropout"), torch.tensor(step))
         loss = torch.zeros((), dtype=wide)
         for some in passes:
-            ops = Ops(dropout_key=key, rows=some.rows, dropout_rate=config.dropout, train=True)
+            ops = Ops(
+                dropout_key=key,
+                rows=some.rows,
+                dropout_rate=config.dropout,
+                label_smoothing=config.label_smoothing,
+                z_loss=config.z_loss,
+                train=True,
+            )
             logits, new = forward_with_buffers(model, specs, params | held, some, ops)
             held |= {name: one.detach() for name, one in new.items()}
             loss = loss + model.loss(logits, some, ops.at("head"))[0] / count
@@ -293,7 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def note_unused(options: VerifyOptions) -> None:
     """Say which options change nothing here."""
     unused, usual = [], VerifyOptions()
-    for name in ("optimizer", "warmup", "lr_decay", "lr_floor", "base_batch"):
+    for name in ("optimizer", "warmup", "lr_decay", "decay_steps", "lr_floor", "base_batch"):
         value = getattr(options.optimizer, name)
         if value != getattr(usual.optimizer, name):
             unused.append(f"--{name.replace('_', '-')} {value}")

@@ -156,9 +156,19 @@ def start_facts(
         bounds = [local_bounds(shape, placements, sizes, (0,) * len(sizes)) for shape, placements in placed]
         return sum(math.prod(stop - start for start, stop in one) for one in bounds)
 
+    def state(whole: bool) -> int:
+        """Numbers of the optimizer's state that a rank holds, or one device would."""
+        total = 0
+        for param in params.values():
+            placements = plan.optimizer.placements(param.names, plan.sizes)
+            for slot in optimizer.slots(param).values():
+                bounds = local_bounds(slot.shape, slot.placements(placements), sizes, (0,) * len(sizes))
+                total += math.prod(slot.shape) if whole else math.prod(stop - start for start, stop in bounds)
+        return total
+
     width = 8 if setup.step.precision == "fp64" else 4
-    slots = len(setup.optimizer(job.options.optimizer).init(torch.zeros(0)))
-    total = width * (held(plan.params) + held(plan.grads) + slots * held(plan.optimizer))
+    optimizer = setup.optimizer(job.options.optimizer)
+    total = width * (held(plan.params) + held(plan.grads) + state(whole=False))
     shape: BatchShape = setup.batch_shape
     rate = f"{job.rate.peak:.3g}, {job.rate.warmup} steps warm-up, {job.rate.decay} decay"
     facts = [
@@ -179,6 +189,6 @@ def start_facts(
     if start:
         facts.append(("resumed", f"at step {start}"))
     if plan.num_ranks > 1:
-        one = width * whole * (2 + slots)
+        one = width * (2 * whole + state(whole=True))
         facts.append(("one device", f"would hold {screens.bytes_text(one)} of state without any of this communication"))
     return facts

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from typing import get_args, get_type_hints
 
 import pytest
 from hypothesis import example, given, settings
@@ -24,6 +25,9 @@ from dtengine.config import (
     to_json,
 )
 from dtengine.layout import chunk_bounds, head_axis, make_plan
+from dtengine.model import Param
+from dtengine.optim import OPTIMIZERS
+from dtengine.rates import DECAYS
 
 SMALL = {"layers": 1, "embed": 8, "heads": 2, "vocab": 17, "seq": 6, "global_batch": 4}
 COUNTS = st.integers(1, 40)
@@ -80,12 +84,15 @@ OPTIONS = {
     "--lr": ("1e-3", "lr", 1e-3),
     "--warmup": ("4", "warmup", 4),
     "--lr-decay": ("linear", "lr_decay", "linear"),
+    "--decay-steps": ("5", "decay_steps", 5),
     "--lr-floor": ("0.2", "lr_floor", 0.2),
     "--base-batch": ("8", "base_batch", 8),
     "--lr-scaling": ("linear", "lr_scaling", "linear"),
     "--lr-scale-max": ("4", "lr_scale_max", 4.0),
     "--weight-decay": ("0.3", "weight_decay", 0.3),
     "--momentum": ("0.9", "momentum", 0.9),
+    "--label-smoothing": ("0.1", "label_smoothing", 0.1),
+    "--z-loss": ("1e-4", "z_loss", 1e-4),
     "--clip": ("0.5", "clip", 0.5),
     "--clip-order": ("inf", "clip_order", "inf"),
     "--precision": ("bf16", "precision", "bf16"),
@@ -95,6 +102,8 @@ OPTIONS = {
     "--prefetch": ("2", "prefetch", 2),
     "--bucket-mb": ("0", "bucket_mb", 0.0),
     "--disable-pass": ("fill-buckets", "disable_pass", ("fill-buckets",)),
+    "--compile": (None, "compile", True),
+    "--no-reshard": (None, "reshard", False),
     "--passes": (None, "passes", True),
     "--eager": (None, "eager", True),
     "--data": ("a.txt", "data", ("a.txt",)),
@@ -330,16 +339,29 @@ def test_what_is_not_given_comes_from_the_size_then_the_model_then_the_command()
 
 
 def test_a_setup_holds_what_shapes_the_step():
-    """The step gets its microbatch, sequence, precision, clipping, dropout and seed from the options."""
+    """The step gets its microbatch, sequence, precision, clipping, dropout, loss and seed from the options."""
     made = setup(
-        {"mesh": "2x2"}, {"dropout": 0.1}, {"microbatches": 2}, {"eager": True}, clip=0.5, clip_order="inf", seed=7
+        {"mesh": "2x2"},
+        {"dropout": 0.1},
+        {"microbatches": 2},
+        {"eager": True},
+        clip=0.5,
+        clip_order="inf",
+        seed=7,
+        label_smoothing=0.2,
+        z_loss=1e-3,
     )
     step = made.step
     assert (step.microbatch, step.microbatches, step.seq) == (1, 2, 6)
     assert (step.clip, step.norm_order, step.dropout, step.seed, step.eager) == (0.5, float("inf"), 0.1, 7, True)
+    assert (step.label_smoothing, step.z_loss) == (0.2, 1e-3)
     assert made.plan.mesh_text() == "dp=2,tp=2"
-    assert made.optimizer(OptimizerOptions(weight_decay=0.3)).weight_decay == 0.3
-    assert made.optimizer(OptimizerOptions(optimizer="sgd", weight_decay=0.0)).weight_decay == 0.0
+    for name in get_args(get_type_hints(OptimizerOptions)["optimizer"]):
+        assert made.optimizer(OptimizerOptions(optimizer=name, weight_decay=0.3)).weight_decay == 0.3
+    weight = Param("embed", (2,))
+    assert set(made.optimizer(OptimizerOptions(optimizer="sgd", momentum=0.9)).slots(weight)) == {"momentum"}
+    assert set(get_args(get_type_hints(OptimizerOptions)["optimizer"])) == set(OPTIMIZERS)
+    assert set(get_args(get_type_hints(OptimizerOptions)["lr_decay"])) == set(DECAYS)
 
 
 @pytest.mark.parametrize(
@@ -382,6 +404,26 @@ def test_a_setup_holds_what_shapes_the_step():
         ({"weight_decay": -0.1}, "--weight-decay -0.1: must be at least 0."),
         ({"lr_scale_max": -1.0}, "--lr-scale-max -1.0: must be at least 0."),
         ({"base_batch": 0}, "--base-batch 0: a number of sequences, at least 1."),
+        ({"label_smoothing": 1.5}, "--label-smoothing 1.5: must be from 0 to 1."),
+        ({"z_loss": -1e-4}, "--z-loss -0.0001: must be at least 0."),
+        (
+            {"momentum": 0.9, "optimizer": "lion"},
+            "--momentum 0.9: --optimizer lion does not take it; only sgd does. Leave it out, or use --optimizer sgd.",
+        ),
+        (
+            {"decay_steps": 5},
+            "--decay-steps 5: --lr-decay cosine does not take it; only wsd does. Leave it out, or use --lr-decay wsd.",
+        ),
+        (
+            {"decay_steps": 17, "lr_decay": "wsd", "steps": 20, "warmup": 4},
+            "--decay-steps 17: --steps 20 less --warmup 4 leaves 16; the decay is at least 1 step, and one of these. Use at "
+            "most 16.",
+        ),
+        (
+            {"decay_steps": 1, "lr_decay": "wsd", "steps": 4, "warmup": 4},
+            "--decay-steps 1: --steps 4 less --warmup 4 leaves 0; the decay is at least 1 step, and one of these. Use more "
+            "--steps, or less --warmup.",
+        ),
     ],
 )
 def test_mistakes_in_options_are_one_message_each(given_options, message):

@@ -29,7 +29,7 @@ LEVELS = {
     "kernels": 1,
     "launch": 1,
     "mesh": 1,
-    "optim": 1,
+    "rates": 1,
     "screens": 1,
     # tensors on a mesh, and what a run shows
     "data": 2,
@@ -40,25 +40,30 @@ LEVELS = {
     "program": 3,
     # a model, a step of it, and its state
     "model": 4,
+    "optimizer": 5,
     "parameters": 5,
+    "adafactor": 6,
+    "elementwise": 6,
     "parts": 6,
     "update": 6,
+    "muon": 7,
     "recompute": 7,
     "executors": 8,
+    "optim": 8,
     "microbatch": 9,
     "step": 10,
     "checkpoint": 11,
-    "config": 11,
+    "config": 12,
     # what is done with a resolved run
-    "explain": 12,
-    "job": 12,
-    "sample": 12,
-    "watch": 13,
+    "explain": 13,
+    "job": 13,
+    "sample": 13,
+    "watch": 14,
     # commands
-    "train": 14,
-    "verify": 14,
+    "train": 15,
+    "verify": 15,
     # the public interface
-    "__init__": 15,
+    "__init__": 16,
 }
 
 # Calls that unpickle what comes from a file or from another rank.

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from graphs import traced
 from test_equivalence import (
     batches_of,
     check_equal,
@@ -36,10 +37,10 @@ from dtengine.models import gpt
 from dtengine.ops import Ops
 from dtengine.optim import adamw, sgd
 from dtengine.parameters import init_param
-from dtengine.program import Program, check_collectives, collectives_of
+from dtengine.program import check_collectives
 from dtengine.shard import Move, gather, redistribute, take, wrap
 from dtengine.step import State, init_state, make_step
-from dtengine.torch_private import FakeTensorMode, all_reduce, make_fx
+from dtengine.torch_private import all_reduce
 from dtengine.verify import (
     Trained,
     VerifyOptions,
@@ -534,9 +535,7 @@ def run_disagreement(rank: int, kind: str) -> str:
         x = all_reduce(x[:size].clone(), "sum", mesh.groups[axes])
         return [all_reduce(x.clone(), "sum", mesh.groups[("tp",)]) if kind == "more" and rank == 1 else x]
 
-    with FakeTensorMode() as mode:
-        module = make_fx(function)(mode.from_tensor(torch.zeros(4)))
-    program = Program("f", module, tuple(collectives_of(module.graph, mesh)))
+    program = traced(function, [torch.zeros(4)], mesh)
     try:
         check_collectives([program], mesh)
     except RuntimeError as error:

@@ -31,7 +31,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from dtengine import checkpoint, config
 from dtengine.mesh import build_mesh
 from dtengine.monitor import STATUS_FIELDS, TAGS
-from dtengine.optim import LearningRate
+from dtengine.rates import LearningRate
 from dtengine.step import init_state, make_step
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
