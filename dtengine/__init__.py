@@ -12,7 +12,7 @@ from dtengine.data import IGNORE, Batch, BatchShape, Loader, heldout_batches, tr
 from dtengine.launch import RankFailed, start_ranks
 from dtengine.layout import Layout, Plan, Rule, make_plan
 from dtengine.mesh import Mesh, build_mesh, parse_mesh
-from dtengine.model import Model, ModelConfig, Param, Tied, configure, load_model
+from dtengine.model import Buffer, Model, ModelConfig, Param, Tied, configure, load_model
 from dtengine.ops import Ops
 from dtengine.optim import OPTIMIZERS, Optimizer, adafactor, adamw, lion, muon, sgd
 from dtengine.program import Program
@@ -27,7 +27,7 @@ __all__ = [
     # a mesh and a plan
     "Layout", "Mesh", "Plan", "Rule", "build_mesh", "make_plan", "parse_mesh",
     # a model
-    "Model", "ModelConfig", "Ops", "Param", "Tied", "configure", "load_model",
+    "Buffer", "Model", "ModelConfig", "Ops", "Param", "Tied", "configure", "load_model",
     # a step
     "LearningRate", "Metrics", "Program", "State", "Step", "StepConfig", "gather", "init_state", "make_step",
     # optimizers

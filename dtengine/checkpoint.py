@@ -252,7 +252,7 @@ def load(path: Path, state: State, mesh: Mesh) -> State:
 
 
 def read_whole(path: Path | str) -> dict[str, Tensor]:
-    """Read a checkpoint's tensors whole, on the CPU: "params.NAME", and "slots.SLOT.NAME" of the optimizer.
+    """Read a checkpoint's tensors whole, on the CPU: "params.NAME", "slots.SLOT.NAME" of the optimizer, "buffers.NAME".
 
     Raises:
         ValueError: a file is missing or damaged.
@@ -308,13 +308,12 @@ def _fill(
 
 
 def replicas_equal(state: State, mesh: Mesh) -> bool:
-    """Whether all ranks that hold the same shard of parameters and slots hold the same bits; the same on all ranks.
+    """Whether all ranks that hold the same shard of parameters, slots and buffers hold the same bits, said by all alike.
 
     Collectives:
         One small all-gather over each mesh axis that replicates something, and one over the mesh.
     """
-    tensors = [*state.params.values(), *state.master.values()]
-    tensors += [x for slots in state.slots.values() for x in slots.values()]
+    tensors = [*state.params.values(), *_named(state).values()]
     equal = True
     for axis, name in enumerate(mesh.axes):
         if mesh.sizes[name] == 1:
@@ -356,7 +355,7 @@ def _named(state: State) -> dict[str, DTensor]:
     named = {f"params.{name}": x for name, x in state.weights.items()}
     for name, slots in state.slots.items():
         named |= {f"slots.{slot}.{name}": x for slot, x in slots.items()}
-    return named
+    return named | {f"buffers.{name}": x for name, x in state.buffers.items()}
 
 
 def _file(rank: int) -> str:

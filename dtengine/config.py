@@ -21,7 +21,7 @@ from dtengine import loss_scale, optim
 from dtengine.data import BatchShape
 from dtengine.layout import Plan, head_axis, make_plan
 from dtengine.mesh import parse_mesh
-from dtengine.model import Model, ModelConfig, configure, load_model, parameters
+from dtengine.model import Model, ModelConfig, buffers, configure, load_model, parameters
 from dtengine.passes import PASSES
 from dtengine.recompute import parse_saving
 from dtengine.step import StepConfig
@@ -47,7 +47,7 @@ class ModelOptions:
     """The model. What is not given comes from --size, then from the model's defaults."""
 
     model: str = "llama"
-    """gpt, llama, or a model of your own as path/to/file.py:name."""
+    """gpt, llama, mlp, or a model of your own as path/to/file.py:name."""
     size: str | None = None
     """A published size, such as gpt2 or llama3-8b."""
     layers: int | None = None
@@ -304,10 +304,11 @@ def resolve(
         defaults.pop("kv_heads", None)  # of other heads
     given |= {k: v for k, v in defaults.items() if k in given and given[k] is None and k not in stated}
     config = configure(chosen, model.model, model.size, **given)
-    params = parameters(chosen.specs(config))
+    specs = chosen.specs(config)
+    leaves = [*parameters(specs).values(), *buffers(specs).values()]
     plan = make_plan(mesh.plan, sizes, config.axis_sizes, sequence_parallel=mesh.sp, whole_axes=chosen.whole_axes)
-    for param in params.values():
-        plan.params.check(param.names)
+    for leaf in leaves:
+        plan.params.check(leaf.names)
     global_batch, shape = solve_batch(
         plan.coordinates, batch.global_batch, batch.microbatch, batch.microbatches, defaults.get("global_batch", 32)
     )
@@ -356,7 +357,9 @@ def resolve(
         compile=program.compile,
         reshard=program.reshard,
     )
-    return Setup(chosen, config, plan, global_batch, shape, step, tuple(_wasteful(plan, config, global_batch, shape)))
+    heads = any("kv_heads" in leaf.names for leaf in leaves)
+    wasteful = _wasteful(plan, config if heads else None, global_batch, shape)
+    return Setup(chosen, config, plan, global_batch, shape, step, tuple(wasteful))
 
 
 def _check_optimizer(options: OptimizerOptions) -> None:
@@ -425,15 +428,16 @@ def solve_batch(
     return global_batch, BatchShape(coordinates, microbatches, microbatch)
 
 
-def _wasteful(plan: Plan, config: ModelConfig, global_batch: int, shape: BatchShape) -> list[str]:
-    """Say what is legal but leaves ranks idle."""
+def _wasteful(plan: Plan, heads: ModelConfig | None, global_batch: int, shape: BatchShape) -> list[str]:
+    """Say what is legal but leaves ranks idle; ``heads`` of a model that has some."""
     found = []
     tp = plan.sizes.get("tp", 1)
-    by_kv = head_axis(config.kv_heads, config.q_per_kv, tp) == "kv_heads"
-    split, name = (config.kv_heads, "kv heads") if by_kv else (config.q_per_kv, "query heads per kv head")
-    idle = tp - -(-split // -(-split // tp))
-    if idle > 0:
-        found.append(f"{split} {name} over tp={tp}: {idle} of {tp} ranks have no head and idle during attention.")
+    if heads is not None:
+        by_kv = head_axis(heads.kv_heads, heads.q_per_kv, tp) == "kv_heads"
+        split, name = (heads.kv_heads, "kv heads") if by_kv else (heads.q_per_kv, "query heads per kv head")
+        idle = tp - -(-split // -(-split // tp))
+        if idle > 0:
+            found.append(f"{split} {name} over tp={tp}: {idle} of {tp} ranks have no head and idle during attention.")
     padded = shape.coordinates * shape.microbatches * shape.microbatch
     if padded >= 1.1 * global_batch:
         found.append(

@@ -27,7 +27,16 @@ from dtengine.passes import (
     run_passes,
 )
 from dtengine.recompute import Saving, saved_nodes
-from dtengine.torch_private import WAIT, FakeTensorMode, inductor, make_fx, onednn_matmul, opaque_onednn_matmul
+from dtengine.torch_private import (
+    ALL_REDUCE,
+    IN_PLACE_ALL_REDUCE,
+    WAIT,
+    FakeTensorMode,
+    inductor,
+    make_fx,
+    onednn_matmul,
+    opaque_onednn_matmul,
+)
 
 Value = Any  # a node of the step's graph, or a tensor
 LocalFunction = Callable[..., list[Tensor]]
@@ -53,6 +62,7 @@ class Executor(Protocol):
         self,
         part: Part,
         params: Sequence[Value],
+        buffers: Sequence[Value],
         x: Value | None,
         batch: Sequence[Value],
         key: Value | None,
@@ -95,6 +105,7 @@ class EagerExecutor:
         self,
         part: Part,
         params: Sequence[Tensor],
+        buffers: Sequence[Tensor],
         x: Tensor | None,
         batch: Sequence[Tensor],
         key: Tensor | None,
@@ -103,8 +114,8 @@ class EagerExecutor:
         """See Executor."""
         again = self.saving.recomputes(part)
         with torch.set_grad_enabled(train and not again):
-            live = self.functions.forward(part, params, x, batch, key)
-        saved = (x, batch, key) if again else live
+            live = self.functions.forward(part, params, buffers, x, batch, key, train)
+        saved = (buffers, x, batch, key, train) if again else live
         return [t.detach() for t in live.outputs], saved if train else None
 
     def backward(
@@ -225,24 +236,25 @@ class GraphExecutor:
         self,
         part: Part,
         params: Sequence[fx.Node],
+        buffers: Sequence[fx.Node],
         x: fx.Node | None,
         batch: Sequence[fx.Node],
         key: fx.Node,
         train: bool,
     ) -> tuple[list[fx.Node], Any]:
         """See Executor."""
-        stream = [] if x is None else [x]
+        stream = [*buffers, *([] if x is None else [x])]
         if not train:
 
             def plain(*tensors: Tensor) -> list[Tensor]:
                 with torch.no_grad():
-                    return self.functions.forward(part, *self._unpack(part, tensors)).outputs
+                    return self.functions.forward(part, *self._unpack(part, tensors), train=False).outputs
 
             return self.call(("evaluate", part.kind), plain, [*params, *stream, *batch]), None
         inputs = [*params, *stream, *batch, key]
         traced = self._joint(part, inputs)
         env = dict(zip(traced.inputs[:-1], inputs, strict=True))
-        outputs = traced.outputs[: _num_forward(part)]
+        outputs = traced.outputs[: part.num_outputs]
         if self.compile:
             wanted = [*outputs, *self._keep(part, traced, regathered=True, views=False)]
             needed = _closure(wanted, set())
@@ -260,7 +272,7 @@ class GraphExecutor:
         """See Executor."""
         traced, before, then = saved
         num = len(part.names)
-        results = traced.outputs[_num_forward(part) :]
+        results = traced.outputs[part.num_outputs :]
         if not self.compile and not self.saving.recomputes(part) and list(params) == then:
             env, again = before, []
         else:
@@ -311,7 +323,7 @@ class GraphExecutor:
         def joint(*tensors: Tensor) -> list[Tensor]:
             *rest, grad = tensors
             with torch.enable_grad():
-                live = self.functions.forward(part, *self._unpack(part, rest))
+                live = self.functions.forward(part, *self._unpack(part, rest), train=True)
                 outputs = [t.detach() for t in live.outputs]
                 boundary.append(len(outputs))
                 of_x, grads = self.functions.backward(part, live, grad)
@@ -323,19 +335,21 @@ class GraphExecutor:
             if part.role == "head":
                 grad = torch.empty((), dtype=self.functions.parameters.dtype, device=examples[0].device)
             elif part.role == "block":
-                grad = torch.empty_like(examples[len(part.names)], memory_format=torch.contiguous_format)
+                grad = torch.empty_like(
+                    examples[len(part.names) + len(part.buffers)], memory_format=torch.contiguous_format
+                )
             else:
                 with torch.no_grad():
-                    (x,) = self.functions.forward(part, *self._unpack(part, examples)).outputs
+                    x, *_ = self.functions.forward(part, *self._unpack(part, examples), train=True).outputs
                 grad = torch.empty_like(x, memory_format=torch.contiguous_format)
-        return self._trace(("train", part.kind), joint, inputs, [grad], _num_forward(part), part.name)
+        return self._trace(("train", part.kind), joint, inputs, [grad], part.num_outputs, part.name)
 
     def _unpack(self, part: Part, tensors: Sequence[Tensor]) -> tuple:
-        """Split (parameters, x, batch, key) into the arguments of a part's forward."""
-        num = len(part.names)
-        params, rest = tensors[:num], list(tensors[num:])
+        """Split (parameters, buffers, x, batch, key) into the arguments of a part's forward."""
+        num, behind = len(part.names), len(part.names) + len(part.buffers)
+        params, buffers, rest = tensors[:num], tensors[num:behind], list(tensors[behind:])
         x = None if part.role == "embed" else rest.pop(0)
-        return params, x, rest[:4], rest[4] if len(rest) > 4 else None
+        return params, buffers, x, rest[:4], rest[4] if len(rest) > 4 else None
 
     def _trace(
         self,
@@ -430,11 +444,6 @@ class GraphExecutor:
         return new
 
 
-def _num_forward(part: Part) -> int:
-    """Number of a part's outputs that are of its forward: x, or loss and count."""
-    return 2 if part.role == "head" else 1
-
-
 def _read_by_backward(traced: Traced) -> set[fx.Node]:
     """Return the nodes of the forward that the backward reads, inputs aside."""
     return {a for n in traced.backward for a in n.all_input_nodes if phase_of(a) == FORWARD and a.op != "placeholder"}
@@ -464,6 +473,8 @@ def compile_region(
         env[node] = graph.node_copy(node, env.__getitem__)
         if node.target is onednn_matmul:
             env[node].target, env[node].args = opaque_onednn_matmul, env[node].args[:2]
+        elif node.target is IN_PLACE_ALL_REDUCE:  # Inductor takes the one that is not in place, and makes it so again
+            env[node].target = ALL_REDUCE
     graph.output([env[n] for n in results])
     return _Region(inductor(fx.GraphModule(module, graph), [n.meta["val"] for n in inputs]))
 

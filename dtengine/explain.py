@@ -10,7 +10,7 @@ from rich.markup import escape
 from dtengine.config import Setup
 from dtengine.layout import Axes, Layout, Placements, local_bounds
 from dtengine.mesh import build_mesh
-from dtengine.model import parameters
+from dtengine.model import buffers, parameters
 from dtengine.ops import Recorded
 from dtengine.optim import sgd
 from dtengine.parameters import COMPUTE_DTYPES, has_master
@@ -29,7 +29,8 @@ def explain(setup: Setup, console: Console) -> None:
     console.print(f"[bold]plan {plan.name} on {plan.mesh_text()}[/]: {plan.num_ranks} ranks", highlight=False)
     wide = 8 if setup.step.precision == "fp64" else 4
     master = has_master(plan, setup.step.precision)  # stored in the compute dtype
-    params = parameters(setup.model.specs(setup.model_config))
+    specs = setup.model.specs(setup.model_config)
+    params = parameters(specs)
     console.print("\n[bold]Parameters[/], in each layout: placement over the mesh axes, bytes per rank (largest)")
     for name, param in _once(params.items(), lambda p: (p.axes, p.shape)):
         _heading(console, name, param.names, param.shape, wide)
@@ -40,6 +41,12 @@ def explain(setup: Setup, console: Console) -> None:
             narrow = layouts == [plan.compute] or (master and layouts == [plan.params])
             used = COMPUTE_DTYPES[setup.step.precision].itemsize if narrow else wide
             _line(console, layouts, param.names, param.shape, sizes, used)
+
+    if held := buffers(specs):
+        console.print("\n[bold]Buffers[/], carried from pass to pass and not learned")
+    for name, buffer in _once(held.items(), lambda b: (b.axes, b.shape)):
+        _heading(console, name, buffer.names, buffer.shape, wide)
+        _line(console, [plan.compute], buffer.names, buffer.shape, sizes, wide)
 
     found: dict[str, Recorded] = {}
 

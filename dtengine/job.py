@@ -11,7 +11,7 @@ import torch
 from dtengine import checkpoint, config, monitor
 from dtengine.config import Setup, TrainOptions
 from dtengine.corpus import Corpus, load_corpus
-from dtengine.model import parameters
+from dtengine.model import buffers, parameters
 from dtengine.rates import LearningRate, scale_peak
 
 # The default run: what two cores learn in about two minutes.
@@ -142,8 +142,9 @@ def find_checkpoint(job: Job) -> Job:
             "read twice. Give the same --data, --seq, --seed and --heldout-fraction."
         )
     setup = job.setup
-    params = parameters(setup.model.specs(setup.model_config))
-    shapes = checkpoint.tensor_shapes(params, setup.optimizer(job.options.optimizer))
+    specs = setup.model.specs(setup.model_config)
+    shapes = checkpoint.tensor_shapes(parameters(specs), setup.optimizer(job.options.optimizer))
+    shapes |= {f"buffers.{name}": buffer.shape for name, buffer in buffers(specs).items()}
     dtype = torch.float64 if setup.step.precision == "fp64" else torch.float32
     checkpoint.check_fits(resumed, manifest, {name: (shape, dtype) for name, shape in shapes.items()})
     return replace(job, resumed=resumed, damaged=tuple(damaged))

@@ -1,4 +1,4 @@
-"""Local computations that torch has no short form of: a named product, RMSNorm, the loss over a split vocabulary."""
+"""Local computations that torch has no short form of: a named product, norms, the loss over a split vocabulary."""
 
 import math
 from collections.abc import Sequence
@@ -71,6 +71,55 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _RmsNorm.apply(x, weight, eps)  # type: ignore[return-value]
 
 
+def normalise(
+    x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, *, dims: list[int], eps: float
+) -> Tensor:
+    """Return (x - mean) / sqrt(variance + eps) * weight + bias; the four have the dims of x but for ``dims``."""
+    weight, bias, mean, variance = (_beside(v, x, dims) for v in (weight, bias, mean, variance))
+    return ((wide(x) - mean) * torch.rsqrt(variance + eps) * weight + bias).to(x.dtype)
+
+
+def batch_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    token_weights: Tensor | None = None,
+    *,
+    dims: list[int],
+    momentum: float,
+    eps: float,
+    group: str | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalise by statistics over ``dims``, and over a group of ranks that hold other parts of them.
+
+    Args:
+        x: [batch, ...].
+        weight: dims of x but for ``dims``; bias, mean and variance as well.
+        bias: likewise.
+        mean: running mean.
+        variance: running variance.
+        token_weights: [batch, seq]; a row of zeros is normalised, but is in no statistics.
+        dims: of x, batch included.
+        momentum: share of the new statistics in the running ones.
+        eps: added to the variance.
+        group: process-group name; None where this rank holds all.
+
+    Returns:
+        (x normalised, new running mean, new running variance); the last two are not differentiated.
+
+    Collectives:
+        With a group one all-reduce each way.
+    """
+    return _BatchNorm.apply(x, weight, bias, mean, variance, token_weights, dims, momentum, eps, group)  # type: ignore[return-value]
+
+
+def _beside(v: Tensor, x: Tensor, dims: list[int]) -> Tensor:
+    """View a value of each channel so that it broadcasts against x."""
+    return v.view([1 if i in dims else size for i, size in enumerate(x.shape)])
+
+
 def split_cross_entropy(
     logits: Tensor,
     targets: Tensor,
@@ -133,6 +182,65 @@ class _RmsNorm(torch.autograd.Function):
         toward = toward * weight
         of_x = (toward - unit * (toward * unit).mean(-1, keepdim=True)) * scale
         return of_x.to(grad.dtype), of_weight.to(weight.dtype), None
+
+
+class _BatchNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        mean: Tensor,
+        variance: Tensor,
+        token_weights: Tensor | None,
+        dims: list[int],
+        momentum: float,
+        eps: float,
+        group: str | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        # 1. this rank's mean and squares about it; 2. added up over the ranks about the running mean, which all share,
+        # in fp64: a difference of large squares would lose the variance; 3. normalise; 4. running statistics
+        x_wide = wide(x)
+        real = x_wide.new_ones(x.shape[0]) if token_weights is None else (token_weights != 0).any(1).to(x_wide.dtype)
+        real = real.view(-1, *[1] * (x.dim() - 1))
+        count = real.sum() * math.prod(x.shape[d] for d in dims if d)
+        centre = (x_wide * real).sum(dims) / count.clamp(min=1)
+        squares = ((x_wide - _beside(centre, x, dims)) * real).square().sum(dims)
+
+        shift, n = mean.double(), count.double()
+        lag = centre.double() - shift
+        sums = torch.cat([n.view(1), (lag * n).flatten(), (squares.double() + lag.square() * n).flatten()])
+        if group is not None:
+            sums = all_reduce(sums, "sum", group)
+        n, first, second = sums.split([1, mean.numel(), mean.numel()])
+        first, second = first.view(mean.shape) / n.clamp(min=1), second.view(mean.shape) / n.clamp(min=1)
+        spread = (second - first.square()).clamp(min=0)
+
+        scale = torch.rsqrt(spread + eps).to(x_wide.dtype)
+        unit = (x_wide - _beside((shift + first).to(x_wide.dtype), x, dims)) * _beside(scale, x, dims)
+        out = (unit * _beside(weight, x, dims) + _beside(bias, x, dims)).to(x.dtype)
+        ctx.save_for_backward(unit, scale, weight, real, n.clamp(min=1).to(x_wide.dtype))
+        ctx.dims, ctx.group = dims, group
+
+        unbiased = spread * n / (n - 1).clamp(min=1)
+        new_mean = torch.where(n > 0, (1 - momentum) * shift + momentum * (shift + first), shift).to(mean.dtype)
+        old = variance.double()
+        new_variance = torch.where(n > 0, (1 - momentum) * old + momentum * unbiased, old).to(variance.dtype)
+        ctx.mark_non_differentiable(new_mean, new_variance)
+        return out, new_mean, new_variance
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:  # type: ignore[override]
+        unit, scale, weight, real, n = ctx.saved_tensors
+        toward = wide(grad)
+        of_bias, of_weight = toward.sum(ctx.dims), (toward * unit).sum(ctx.dims)
+        sums = torch.stack([of_bias, of_weight])
+        if ctx.group is not None:
+            sums = all_reduce(sums, "sum", ctx.group)
+        of_mean, of_scale = (_beside(s, unit, ctx.dims) for s in (sums / n).unbind(0))
+        of_x = (toward - real * (of_mean + unit * of_scale)) * _beside(scale * weight, unit, ctx.dims)
+        return of_x.to(grad.dtype), of_weight.to(weight.dtype), of_bias.to(weight.dtype), *[None] * 7
 
 
 class _SplitCrossEntropy(torch.autograd.Function):

@@ -120,12 +120,15 @@ class Microbatch:
 
     # --- passes ---------------------------------------------------------------------------------------------------
 
-    def evaluate(self, run: Executor, params: Mapping[str, Value], batch: Sequence[Value]) -> list[Value]:
+    def evaluate(
+        self, run: Executor, params: Mapping[str, Value], running: Mapping[str, Value], batch: Sequence[Value]
+    ) -> list[Value]:
         """Return [this coordinate's summed loss, its count]."""
         whole: dict[str, Value] = {}
         x, outputs = None, []
         for part in self._gathered(run, params, whole):
-            outputs, _ = run.forward(part, [whole[n] for n in part.names], x, batch, None, train=False)
+            held = [running[n] for n in part.buffers]
+            outputs, _ = run.forward(part, [whole[n] for n in part.names], held, x, batch, None, train=False)
             x = outputs[0]
         return outputs
 
@@ -133,18 +136,20 @@ class Microbatch:
         self,
         run: Executor,
         params: Mapping[str, Value],
+        running: Mapping[str, Value],
         batch: Sequence[Value],
         key: Value,
         seed: Value,
         buffers: Callable[[int, int], Value] | None,
         *,
         last: bool,
-    ) -> tuple[Value, dict[str, Value]]:
+    ) -> tuple[Value, dict[str, Value], dict[str, Value]]:
         """Run forward and backward.
 
         Args:
             run: how.
             params: {name: shard in the params layout}.
+            running: {name: value} of the model's buffers.
             batch: tokens, targets, weights, rows of this coordinate.
             key: int64 scalar, dropout key of the step.
             seed: gradient of the summed loss.
@@ -153,16 +158,19 @@ class Microbatch:
             last: whether this is the step's last microbatch; only then gradients come back.
 
         Returns:
-            (this coordinate's summed loss, {name: reduced gradient in the optimizer layout}).
+            (this coordinate's summed loss, {name: reduced gradient in the optimizer layout}, new values of ``running``).
         """
         order = self.order
         keys = self._keys(run, key)
         whole: dict[str, Value] = {}
         saved: list[Any] = []
+        latest: dict[str, Value] = {}
         x, outputs = None, []
         for i, part in enumerate(self._gathered(run, params, whole)):
-            outputs, kept = run.forward(part, [whole[n] for n in part.names], x, batch, keys[i], train=True)
+            held = [running[n] for n in part.buffers]
+            outputs, kept = run.forward(part, [whole[n] for n in part.names], held, x, batch, keys[i], train=True)
             saved.append(kept)
+            latest.update(zip(part.buffers, outputs[part.num_outputs - len(held) :], strict=True))
             x = outputs[0]
         loss, grad = outputs[0], seed
 
@@ -190,7 +198,7 @@ class Microbatch:
                 begun.append(self._reduce(run, names, found, group, buffers, last=last))
                 settle(lag)
         settle(0)
-        return loss, grads
+        return loss, grads, latest
 
     # --- parameters -----------------------------------------------------------------------------------------------
 

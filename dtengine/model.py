@@ -1,13 +1,16 @@
 """What a model is: plain functions and descriptions of its parameters.
 
     Model(specs, embed, block, head)
-    specs(config)               -> {"embed": {...}, "blocks": [{...}, ...], "head": {...}}, a tree of Param
+    specs(config)               -> {"embed": {...}, "blocks": [{...}, ...], "head": {...}}, a tree of Param, Tied, Buffer
     embed(params, batch, ops)   -> x  [batch, res_seq, embed]      with params["embed"]
     block(params, x, ops)       -> x                               with one of params["blocks"]
     head(params, x, ops)        -> logits [batch, seq, vocab]      with params["head"]
 
 Pipelines cut, recompute and prefetch at blocks, so the engine calls the three functions itself and moves each part's
 parameters from the layout they are stored in to the one they are used in; model code never sees that.
+
+A part with buffers (batch-norm statistics) finds their values among its params, and returns (result, {name: new value}):
+a tree of the same names, with those that it changes. Nothing is changed in place, and no gradient goes into one.
 """
 
 import importlib
@@ -25,7 +28,7 @@ from dtengine.data import Batch
 from dtengine.layout import Axes, axes_of
 from dtengine.ops import Ops
 
-BUILT_IN = ("gpt", "llama")
+BUILT_IN = ("gpt", "llama", "mlp")
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,24 @@ class Tied:
     """A use of another part's parameter: one logical parameter, one gradient, one optimizer state."""
 
     name: str  # dotted: "embed.table"
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A value that a model carries from pass to pass without learning it: its logical axes, global shape, and start.
+
+    It has no gradient and no optimizer state, is not in the norm and does not decay. It lies as the compute layout says
+    for its axes, in fp32 (fp64 where computed so), and every microbatch takes it as the one before left it.
+    """
+
+    axes: str
+    shape: tuple[int, ...]
+    value: float = 0.0
+
+    @property
+    def names(self) -> Axes:
+        """The logical axes as a tuple."""
+        return axes_of(self.axes)
 
 
 @dataclass(frozen=True)
@@ -115,9 +136,9 @@ class Model:
     """
 
     specs: Callable[[ModelConfig], dict[str, Any]]
-    embed: Callable[[Any, Batch, Ops], Tensor]
-    block: Callable[[Any, Tensor, Ops], Tensor]
-    head: Callable[[Any, Tensor, Ops], Tensor]
+    embed: Callable[[Any, Batch, Ops], Tensor | tuple[Tensor, Any]]
+    block: Callable[[Any, Tensor, Ops], Tensor | tuple[Tensor, Any]]
+    head: Callable[[Any, Tensor, Ops], Tensor | tuple[Tensor, Any]]
     loss: Callable[[Tensor, Batch, Ops], tuple[Tensor, Tensor]] = lambda logits, batch, ops: ops.cross_entropy(
         logits, batch.targets, batch.weights
     )
@@ -187,7 +208,7 @@ def load_model(name: str) -> Model:
     if ":" not in name and not name.endswith(".py"):
         if name not in BUILT_IN:
             raise ValueError(
-                f"--model {name}: no such model. Use {' or '.join(BUILT_IN)}, or a file of your own as "
+                f"--model {name}: no such model. Use {', '.join(BUILT_IN)}, or a file of your own as "
                 "path/to/file.py:name."
             )
         return importlib.import_module(f"dtengine.models.{name}").MODEL
@@ -214,10 +235,10 @@ def load_model(name: str) -> Model:
 
 
 def parameters(specs: Mapping[str, Any]) -> dict[str, Param]:
-    """Return {dotted name: Param} without the tied uses.
+    """Return {dotted name: Param} without the tied uses and the buffers.
 
     Raises:
-        ValueError: a part is missing, a leaf is no Param or Tied, axes and shape differ in length, or a Tied names
+        ValueError: a part is missing, a leaf is no Param, Tied or Buffer, axes and shape differ in length, or a Tied names
             no parameter.
     """
     missing = [part for part in ("embed", "blocks", "head") if part not in specs]
@@ -228,21 +249,48 @@ def parameters(specs: Mapping[str, Any]) -> dict[str, Param]:
     for name, leaf in flat.items():
         if isinstance(leaf, Tied) and leaf.name not in params:
             raise ValueError(f"model specs: {name} is tied to {leaf.name}, which is no parameter.")
-        if not isinstance(leaf, Param | Tied):
-            raise ValueError(f"model specs: {name} is a {type(leaf).__name__}; every leaf is a Param or a Tied.")
-        if isinstance(leaf, Param) and len(leaf.names) != len(leaf.shape):
+        if not isinstance(leaf, Param | Tied | Buffer):
+            raise ValueError(
+                f"model specs: {name} is a {type(leaf).__name__}; every leaf is a Param, a Tied or a Buffer."
+            )
+        if isinstance(leaf, Param | Buffer) and len(leaf.names) != len(leaf.shape):
             raise ValueError(f"model specs: {name} has axes '{leaf.axes}' for shape {leaf.shape}; name each dim.")
     return params
+
+
+def buffers(specs: Mapping[str, Any]) -> dict[str, Buffer]:
+    """Return {dotted name: Buffer}."""
+    return {name: leaf for name, leaf in trees.leaves(specs) if isinstance(leaf, Buffer)}
+
+
+def split_result(result: Any) -> tuple[Any, dict[str, Any]]:
+    """Split what a part returned into its result and {name within the part: new value of a buffer}."""
+    value, new = result if isinstance(result, tuple) else (result, {})
+    return value, trees.flatten(new)
 
 
 def forward(model: Model, specs: Mapping[str, Any], params: Mapping[str, Tensor], batch: Batch, ops: Ops) -> Tensor:
     """Return the logits [batch, seq, vocab] of whole parameters on one device; the composition of the parts.
 
     Args:
-        params: {dotted name: tensor}, as ``parameters`` names them.
+        params: {dotted name: tensor}, as ``parameters`` and ``buffers`` name them.
     """
+    return forward_with_buffers(model, specs, params, batch, ops)[0]
+
+
+def forward_with_buffers(
+    model: Model, specs: Mapping[str, Any], params: Mapping[str, Tensor], batch: Batch, ops: Ops
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """As ``forward``; returns (logits, {dotted name: new value} of the buffers that changed)."""
     tree = trees.map_named(lambda name, leaf: params[leaf.name if isinstance(leaf, Tied) else name], dict(specs))
-    x = model.embed(tree["embed"], batch, ops.at("embed"))
+    new: dict[str, Tensor] = {}
+
+    def run(name: str, function: Callable, params: Any, x: Any) -> Tensor:
+        value, changed = split_result(function(params, x, ops.at(name)))
+        new.update({f"{name}.{n}": one for n, one in changed.items()})
+        return value
+
+    x = run("embed", model.embed, tree["embed"], batch)
     for i, block in enumerate(tree["blocks"]):
-        x = model.block(block, x, ops.at(f"blocks.{i}"))
-    return model.head(tree["head"], x, ops.at("head"))
+        x = run(f"blocks.{i}", model.block, block, x)
+    return run("head", model.head, tree["head"], x), new

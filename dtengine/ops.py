@@ -9,7 +9,7 @@ The whole rule, for each mesh axis m:
     gradient of an operand: split where its logical axis is on m; else Partial where another operand is split on m;
                             else as the output's gradient is (a vector-Jacobian product is linear in that gradient)
 
-Only ``constrain`` and the vocabulary-parallel loss communicate.
+Only ``constrain``, the vocabulary-parallel loss and batch normalisation communicate.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from dtengine import random
-from dtengine.kernels import contract, layer_norm, look_up_rows, rms_norm, split_cross_entropy, wide
+from dtengine.kernels import (
+    batch_norm,
+    contract,
+    layer_norm,
+    look_up_rows,
+    normalise,
+    rms_norm,
+    split_cross_entropy,
+    wide,
+)
 from dtengine.layout import Axes, Layout, Placements, axes_of
 from dtengine.mesh import Mesh
 from dtengine.shard import Move, bounds_of, redistribute, wrap
@@ -51,6 +60,8 @@ class Ops:
         z_loss: coefficient that ``cross_entropy`` puts on log(Z)^2.
         site: name of the place in the model, part of each dropout's key.
         record: called with each value made, where given.
+        weights: [batch, seq], weights of the tokens; a row of zeros only pads, and is in no statistics. None: all count.
+        train: whether statistics are of this microbatch, and buffers change; else they are used as they are.
     """
 
     mesh: Mesh | None = None
@@ -62,19 +73,29 @@ class Ops:
     z_loss: float = 0.0
     site: str = ""
     record: Callable[[Recorded], None] | None = None
+    weights: Tensor | None = None
+    train: bool = False
 
     def at(self, site: str) -> "Ops":
         """Return the same operations for a named place inside this one."""
         key = self.dropout_key if self.dropout_key is None else random.fold(random.key(site), self.dropout_key)
         return replace(self, dropout_key=key, site=f"{self.site}.{site}" if self.site else site)
 
-    def for_part(self, site: str, key: Tensor | None, rows: Tensor, record: Callable[[Recorded], None] | None) -> "Ops":
+    def for_part(
+        self,
+        site: str,
+        key: Tensor | None,
+        rows: Tensor,
+        record: Callable[[Recorded], None] | None = None,
+        weights: Tensor | None = None,
+        train: bool = False,
+    ) -> "Ops":
         """Return the same operations for a part of the model whose dropout key is known.
 
-        Without a key they are those of an evaluation: no dropout, and the plain loss.
+        Where it does not train they are those of an evaluation: running statistics, no dropout, and the plain loss.
         """
-        ops = replace(self, dropout_key=key, rows=rows, site=site, record=record)
-        return ops if key is not None else replace(ops, label_smoothing=0.0, z_loss=0.0)
+        ops = replace(self, dropout_key=key, rows=rows, site=site, record=record, weights=weights, train=train)
+        return ops if train else replace(ops, label_smoothing=0.0, z_loss=0.0)
 
     # --- operations on shards -----------------------------------------------------------------------------------
 
@@ -187,6 +208,71 @@ class Ops:
         """Divide [batch, res_seq, embed] by its root mean square over embed; then scale."""
         equation = "batch res_seq embed, embed -> batch res_seq embed"
         return self.local(lambda x, w: rms_norm(x, w, eps), equation, x, weight, whole="embed")
+
+    def batch_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        mean: Tensor,
+        variance: Tensor,
+        axes: str = "batch res_seq embed",
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Normalise each channel over batch and sequence to mean 0 and variance 1; then scale and shift.
+
+        In training by the statistics of the global microbatch, wherever its rows and positions lie; rows that only pad
+        do not count. In evaluation by the running statistics. As torch.nn.BatchNorm1d and SyncBatchNorm, but that one
+        value alone has variance 0 and is no error, and that a microbatch without a row changes nothing.
+        Source: Ioffe & Szegedy, "Batch Normalization", 2015.
+
+        Args:
+            x: axes[0] must be batch.
+            weight: one number for each channel: the axes of x but for batch, seq and res_seq.
+            bias: as weight.
+            mean: buffer, running mean, as weight.
+            variance: buffer, running variance (of n values by n - 1), as weight.
+            axes: logical axes of x.
+            momentum: share of the new statistics in the running ones.
+            eps: added to the variance.
+
+        Returns:
+            (the result, laid out as x; {"mean": new, "variance": new}).
+
+        Collectives:
+            Where batch or sequence is split: to train one all-reduce each way; in evaluation none.
+        """
+        names = axes_of(axes)
+        pooled = {"batch", "seq", "res_seq"} & set(names)
+        channel = tuple(a for a in names if a not in pooled)
+        dims = [i for i, a in enumerate(names) if a in pooled]
+        group = None
+        if self.mesh is not None:
+            group = self.mesh.groups.get(tuple(m for m in self.mesh.axes if self._axis_on(m, names) in pooled))
+        new: list[Tensor] = []
+
+        def by_own(x: Tensor, weight: Tensor, bias: Tensor, *rest: Tensor) -> Tensor:
+            out, *found = batch_norm(x, weight, bias, *rest, dims=dims, momentum=momentum, eps=eps, group=group)
+            new.extend(found)
+            return out
+
+        def by_running(*operands: Tensor) -> Tensor:
+            return normalise(*operands, dims=dims, eps=eps)
+
+        operands, inputs = [x, weight, bias, mean, variance], [names, *[channel] * 4]
+        if not self.train:
+            return self._call("batch_norm", by_running, inputs, names, operands, False), {
+                "mean": mean,
+                "variance": variance,
+            }
+        if self.weights is not None:
+            operands, inputs = [*operands, self.weights], [*inputs, axes_of("batch seq")]
+        out = self._call("batch_norm", by_own, inputs, names, operands, False, {"seq"})  # a row is judged as a whole
+        if self.mesh is not None:  # nothing differentiates them: they come out beside the result
+            assert isinstance(mean, DTensor)
+            new = [wrap(one, self.mesh, tuple(mean.placements), mean.shape) for one in new]
+        return out, {"mean": new[0], "variance": new[1]}
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Apply causal scaled-dot-product attention to grouped query heads.

@@ -1,7 +1,7 @@
 """Parameters on a plan: where each lies in each layout, and how it starts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from dtengine import random
 from dtengine.layout import Layout, Placements, Plan
 from dtengine.mesh import Mesh
-from dtengine.model import Param
+from dtengine.model import Buffer, Param
 from dtengine.shard import Move, bounds_of, wrap
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -35,6 +35,7 @@ class Parameters:
         mesh: where they lie.
         precision: a key of COMPUTE_DTYPES.
         device: of this rank.
+        buffers: {name: Buffer}; they lie in the compute layout.
     """
 
     specs: dict[str, Param]
@@ -42,6 +43,7 @@ class Parameters:
     mesh: Mesh
     precision: str
     device: torch.device
+    buffers: dict[str, Buffer] = field(default_factory=dict)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -89,6 +91,21 @@ class Parameters:
         spec = self.specs[name]
         local = init_param(spec, name, seed, bounds_of(spec.shape, placements, self.mesh), self.device)
         return self.wrap(name, local.to(self.dtype), placements)
+
+    def buffer_placements(self, name: str) -> Placements:
+        """Return where a buffer lies."""
+        return self.plan.compute.placements(self.buffers[name].names, self.mesh.sizes)
+
+    def initial_buffer(self, name: str) -> Tensor:
+        """Return this rank's shard of a buffer's first value."""
+        spec = self.buffers[name]
+        bounds = bounds_of(spec.shape, self.buffer_placements(name), self.mesh)
+        sizes = [stop - start for start, stop in bounds]
+        return torch.full(sizes, spec.value, dtype=self.dtype, device=self.device)
+
+    def wrap_buffer(self, name: str, local: Tensor) -> DTensor:
+        """Return the DTensor of this rank's shard of a buffer."""
+        return wrap(local, self.mesh, self.buffer_placements(name), self.buffers[name].shape)
 
 
 def init_param(

@@ -21,7 +21,7 @@ def sample_text(setup: Setup, state: State, mesh: Mesh, length: int, byte_level:
 
     Args:
         setup: the model.
-        state: its parameters.
+        state: its parameters and buffers.
         mesh: of the state.
         length: tokens to sample.
         byte_level: whether tokens are bytes of text; else token ids are returned as numbers.
@@ -30,10 +30,11 @@ def sample_text(setup: Setup, state: State, mesh: Mesh, length: int, byte_level:
     Returns:
         The text on rank 0; None on other ranks, where nothing is asked for, or where the model is too large for one rank.
     """
-    size = sum(math.prod(p.shape) * p.element_size() for p in state.params.values())
+    held = {**state.params, **state.buffers}
+    size = sum(math.prod(p.shape) * p.element_size() for p in held.values())
     if length == 0 or size > LARGEST_BYTES:
         return None
-    params = dict(zip(state.params, gather(list(state.params.values()), mesh), strict=True))
+    params = dict(zip(held, gather(list(held.values()), mesh), strict=True))
     if dist.get_rank() != 0:
         return None
     device = next(iter(params.values())).device

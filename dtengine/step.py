@@ -26,6 +26,7 @@ from dtengine.layout import Plan
 from dtengine.mesh import Mesh
 from dtengine.microbatch import Microbatch, make_order
 from dtengine.model import Model, ModelConfig, Param
+from dtengine.model import buffers as model_buffers
 from dtengine.model import parameters as model_parameters
 from dtengine.ops import Ops, Recorded
 from dtengine.optimizer import Optimizer
@@ -50,6 +51,8 @@ class State(NamedTuple):
         master: {name: DTensor} in the optimizer layout, the fp32 parameters of which ``params`` are a cast; empty where
             params are fp32 themselves (see ``parameters.has_master``).
         scale: in fp16 the loss scale, float32 [3] as ``loss_scale.LossScale``, whole on every rank; else None.
+        buffers: {name: DTensor} in the compute layout; what the model carries from pass to pass, such as batch-norm
+            statistics.
     """
 
     step: int
@@ -57,6 +60,7 @@ class State(NamedTuple):
     slots: dict[str, dict[str, DTensor]]
     master: Mapping[str, DTensor]
     scale: Tensor | None
+    buffers: Mapping[str, DTensor]
 
     @property
     def weights(self) -> Mapping[str, DTensor]:
@@ -149,7 +153,9 @@ class Step:
     config: StepConfig
     rate: Callable[[int], float]
     programs: dict[str, Callable[..., list[Tensor]]] = field(default_factory=dict)
-    buffers: dict[int, Tensor] = field(default_factory=dict)  # flat, by number of the group that is reduced together
+    sums: dict[int, Tensor] = field(
+        default_factory=dict
+    )  # flat accumulation buffers of gradients, by number of the group that is reduced together
 
     @property
     def parameters(self) -> Parameters:
@@ -202,15 +208,18 @@ class Step:
         if count is None:
             count = self.global_count(batches)
         self.prepare()
-        params, loss, scalars, scale = self._accumulated(state, batches, count)
+        params, held, running, loss, scalars, scale = self._accumulated(state, batches, count)
         with torch.no_grad():
             master = [p.to_local() for p in state.master.values()]
             slots = [s.to_local() for name in state.params for s in state.slots[name].values()]
         lr = self.rate(state.step)
-        now = (torch.tensor(lr, dtype=torch.float64), torch.tensor(float(state.step + 1)))
-        changed = (*params, *master, *slots)
+        now = (
+            torch.tensor(lr, dtype=torch.float64, device=self.device),
+            torch.tensor(float(state.step + 1), device=self.device),
+        )
+        changed = (*params, *master, *slots, *held, *running)
         loss, norm, finite, bad, *used = self.programs["step"](
-            *changed, *batches[-1], *scalars, loss, *now, *scale, *self.buffers.values()
+            *changed, *batches[-1], *scalars, loss, *now, *scale, *self.sums.values()
         )
         return state._replace(step=state.step + 1), Metrics(loss, norm, finite, bad, lr, used[0] if used else None)
 
@@ -219,20 +228,20 @@ class Step:
         self.prepare()
         if "gradients" not in self.programs:
             self._make("gradients")
-        params, _, scalars, scale = self._accumulated(state, batches, count)
-        found = self.programs["gradients"](*params, *batches[-1], *scalars, *scale, *self.buffers.values())
+        params, _, running, _, scalars, scale = self._accumulated(state, batches, count)
+        found = self.programs["gradients"](*params, *running, *batches[-1], *scalars, *scale, *self.sums.values())
         layout = self.plan.optimizer
         return {
             name: self.parameters.wrap(name, g.clone(), self.parameters.placements(layout, name))
             for name, g in zip(self.params, found, strict=True)
         }
 
-    def evaluate(self, params: Mapping[str, DTensor], batches: Sequence[Batch]) -> tuple[float, float]:
+    def evaluate(self, state: State, batches: Sequence[Batch]) -> tuple[float, float]:
         """Return (mean loss in nats per token, counted tokens) of held-out batches, the same on all ranks.
 
-        Every rank passes equally many batches; rows that only pad have weight 0.
+        Every rank passes equally many batches; rows that only pad have weight 0. The state stays as it is.
         """
-        local = [p.to_local() for p in params.values()]
+        local = [x.to_local() for x in (*state.params.values(), *state.buffers.values())]
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in batches:
             name = f"evaluate {'x'.join(map(str, batch.tokens.shape))}"  # a program serves one shape
@@ -273,7 +282,9 @@ class Step:
             functions = PartFunctions(self.functions.model, self.parameters, self.functions.ops, record=record)
             run = EagerExecutor(functions, parse_saving("none", None))
             params = dict(zip(self.params, fakes["params"], strict=True))
-            replace(self.microbatch, functions=functions, dropout=False).evaluate(run, params, fakes["batch"])
+            running = dict(zip(self.parameters.buffers, fakes["running"], strict=True))
+            microbatch = replace(self.microbatch, functions=functions, dropout=False)
+            microbatch.evaluate(run, params, running, fakes["batch"])
 
     @property
     def effects(self) -> list[Effect]:
@@ -284,20 +295,29 @@ class Step:
 
     def _accumulated(
         self, state: State, batches: Sequence[Batch], count: float
-    ) -> tuple[list[Tensor], Tensor, list[Tensor], list[Tensor]]:
-        """Run all microbatches but the last; return (parameters, summed loss so far, [1 / count, dropout key], [scale])."""
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor, list[Tensor], list[Tensor]]:
+        """Run all microbatches but the last.
+
+        Returns:
+            (parameters, buffers as the step found them, buffers now, summed loss so far, [1 / count, dropout key],
+            [loss scale] in fp16).
+        """
         with torch.no_grad():
             params = [p.to_local() for p in state.params.values()]
+            held = [b.to_local() for b in state.buffers.values()]
         scale = [] if state.scale is None else [state.scale]
         inverse = torch.tensor(1.0 / max(count, 1e-30), dtype=torch.float64).to(self.dtype).to(self.device)
         key = random.fold(random.key(self.config.seed, "dropout"), torch.tensor(state.step)).to(self.device)
         loss = torch.zeros((), dtype=self.dtype, device=self.device)
         with torch.inference_mode():
-            for flat in self.buffers.values():
+            for flat in self.sums.values():
                 flat.zero_()
+        running = held
         for batch in batches[:-1]:
-            loss = self.programs["accumulate"](*params, *batch, inverse, key, loss, *scale, *self.buffers.values())[0]
-        return params, loss, [inverse, key], scale
+            loss, *running = self.programs["accumulate"](
+                *params, *running, *batch, inverse, key, loss, *scale, *self.sums.values()
+            )
+        return params, held, running, loss, [inverse, key], scale
 
     def _run(self, run: Any, program: str, inputs: Mapping[str, list], buffer: Callable[[int, int], Any]) -> list:
         """Run what a program consists of.
@@ -305,27 +325,28 @@ class Step:
         Args:
             run: the executor.
             program: "accumulate", "step", "gradients" or "evaluate ...".
-            inputs: {"params", "master", "slots", "batch", "scalars": [1 / count, key, loss, lr, number], "scale"}; those
-                that it needs.
+            inputs: {"params", "master", "slots", "buffers" of the state, "running": their values now, "batch",
+                "scalars": [1 / count, key, loss, lr, number], "scale"}; those that it needs.
             buffer: gives a group's flat accumulation buffer, by its number and size.
         """
         params = dict(zip(self.params, inputs["params"], strict=True))
+        running = dict(zip(self.parameters.buffers, inputs["running"], strict=True))
         batch = inputs["batch"]
         if program.startswith("evaluate"):
-            return self.microbatch.evaluate(run, params, batch)
+            return self.microbatch.evaluate(run, params, running, batch)
         inverse, key, *rest = inputs["scalars"]
         seed, scale = inverse, inputs["scale"]
         if scale:
             (seed,) = run.call(("seed",), lambda inverse, scale: [inverse * scale[0]], [inverse, *scale])
         last = program != "accumulate"
         buffers = buffer if self.config.microbatches > 1 else None
-        loss, grads = self.microbatch.train(run, params, batch, key, seed, buffers, last=last)
+        loss, grads, latest = self.microbatch.train(run, params, running, batch, key, seed, buffers, last=last)
         if program == "gradients":
             raw = [*scale, *(grads[n] for n in self.params)]
             return run.call(("unscale",), lambda scale, *grads: unscale(list(grads), scale), raw) if scale else raw
         so_far, *now = rest
         if program == "accumulate":
-            return run.call(("add",), lambda a, b: [a + b], [so_far, loss])
+            return [*run.call(("add",), lambda a, b: [a + b], [so_far, loss]), *(latest[n] for n in running)]
         names = list(self.params)
 
         def update(*tensors: Tensor) -> list[Tensor]:
@@ -334,13 +355,18 @@ class Step:
             master = [next(rest) for _ in inputs["master"]]
             slots = [{slot: next(rest) for slot in self.updater.slot_names(name)} for name in names]
             grads = [next(rest) for _ in names]
+            held = [(next(rest), next(rest)) for _ in latest]
             inverse, so_far, loss, lr, number, *last = rest
             scale, loss = last[0] if last else None, (so_far + loss) * inverse
-            return self.updater(params, slots, grads, loss, lr, number, master=master, scale=scale)
+            found = self.updater(params, slots, grads, loss, lr, number, master=master, scale=scale)
+            for old, new in held:
+                old.copy_(torch.where(found[2] > 0, new, old))  # a step that is skipped keeps them too
+            return found
 
         scalars = [inverse, so_far, loss, *now, *scale]
         changed = [*inputs["params"], *inputs["master"], *inputs["slots"]]
-        return run.call(("update",), update, [*changed, *(grads[n] for n in names), *scalars])
+        held = [x for old, new in zip(inputs["buffers"], (latest[n] for n in running), strict=True) for x in (old, new)]
+        return run.call(("update",), update, [*changed, *(grads[n] for n in names), *held, *scalars])
 
     def _make(self, name: str, batch: Batch | None = None) -> None:
         """Make a program, and compare its collectives over all ranks."""
@@ -391,9 +417,9 @@ class Step:
 
     def _buffer(self, group: int, size: int) -> Tensor:
         """Return the flat accumulation buffer of a group."""
-        if group not in self.buffers:
-            self.buffers[group] = torch.zeros(size, dtype=self.dtype, device=self.device)
-        return self.buffers[group]
+        if group not in self.sums:
+            self.sums[group] = torch.zeros(size, dtype=self.dtype, device=self.device)
+        return self.sums[group]
 
     def _over_data(self, values: Tensor) -> Tensor:
         """Sum over the data-parallel coordinates."""
@@ -412,9 +438,12 @@ class Step:
         def shards(layout: Any, dtype: torch.dtype | None = None) -> list[Tensor]:
             return [parameters.empty(name, parameters.placements(layout, name), dtype) for name in self.params]
 
+        buffers = [parameters.initial_buffer(name) for name in parameters.buffers]
         return {
             "params": shards(self.plan.params, parameters.stored_dtype),
             "master": shards(self.plan.optimizer) if parameters.has_master else [],
+            "buffers": buffers,
+            "running": buffers,
             "slots": [s.to_local() for name in self.params for s in self.updater.init_slots(name).values()],
             "batch": list(batch),
             "scalars": [
@@ -429,10 +458,10 @@ class Step:
 
 
 _INPUTS = {
-    "accumulate": ("params", "batch", "scalars", "scale"),
-    "step": ("params", "master", "slots", "batch", "scalars", "scale"),
-    "gradients": ("params", "batch", "scalars", "scale"),
-    "evaluate": ("params", "batch"),
+    "accumulate": ("params", "running", "batch", "scalars", "scale"),
+    "step": ("params", "master", "slots", "buffers", "running", "batch", "scalars", "scale"),
+    "gradients": ("params", "running", "batch", "scalars", "scale"),
+    "evaluate": ("params", "running", "batch"),
 }
 
 
@@ -458,10 +487,10 @@ def make_step(
     loss_scale.check(config.loss_scale, config.loss_scale_window)
     parse_saving(config.recompute, config.activation_budget)
     specs = model.specs(model_config)
-    params = model_parameters(specs)
-    for param in params.values():
-        plan.params.check(param.names)
-    placed = Parameters(params, plan, mesh, config.precision, torch.device(device))
+    params, buffers = model_parameters(specs), model_buffers(specs)
+    for leaf in (*params.values(), *buffers.values()):
+        plan.params.check(leaf.names)
+    placed = Parameters(params, plan, mesh, config.precision, torch.device(device), buffers)
     ops = Ops(
         mesh,
         plan.compute,
@@ -488,7 +517,8 @@ def init_state(step: Step) -> State:
         if parameters.has_master:
             master[name] = parameters.initial(name, seed, plan.optimizer)
     slots = {name: step.updater.init_slots(name) for name in params}
+    buffers = {name: parameters.wrap_buffer(name, parameters.initial_buffer(name)) for name in parameters.buffers}
     scale = None
     if step.config.precision == "fp16":
         scale = torch.tensor(loss_scale.LossScale(step.config.loss_scale), device=step.device)
-    return State(0, params, slots, master, scale)
+    return State(0, params, slots, master, scale, buffers)

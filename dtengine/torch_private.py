@@ -13,8 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.proxy_tensor import make_fx  # joint forward and backward graph; public: torch.export, later
 
 __all__ = [
+    "ALL_REDUCE",
     "COLLECTIVES",
     "FakeTensorMode",
+    "IN_PLACE_ALL_REDUCE",
     "UNSAFE_VIEW",
     "WAIT",
     "agent_processes",
@@ -57,6 +59,8 @@ def schema_of(node: fx.Node) -> torch.FunctionSchema | None:
 _collectives = torch.ops._c10d_functional
 COLLECTIVES = "_c10d_functional"  # their namespace
 WAIT = _collectives.wait_tensor.default
+ALL_REDUCE = _collectives.all_reduce.default
+IN_PLACE_ALL_REDUCE = _collectives.all_reduce_.default
 
 
 # The view that a trace makes of a product, where nobody else has the memory; public: none yet.

@@ -202,7 +202,7 @@ def steps(job: Job, step: Step, state: State, mesh: Mesh, device: torch.device, 
 def evaluate(job: Job, step: Step, state: State, coordinate: int, device: torch.device) -> float:
     """Return the loss on the held-out sequences, in nats per token."""
     batches = heldout_batches(job.corpus.heldout, job.heldout_limit, job.setup.batch_shape, coordinate)
-    return step.evaluate(state.params, [pin(batch, device) for batch in batches])[0]
+    return step.evaluate(state, [pin(batch, device) for batch in batches])[0]
 
 
 def stop_if_not_finite(metrics: Metrics, number: int, mesh: Mesh, plan: Plan) -> tuple[float, float]:

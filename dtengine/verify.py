@@ -3,8 +3,9 @@
     python -m dtengine.verify --mesh 2x4 --plan fsdp --model llama --vocab 67 --seq 15 --global-batch 7 --microbatches 2
 
 One side is the plan's traced program on gloo ranks. The other is untraced torch on one device: one backward over the
-whole batch, no microbatches, no mesh. Both train a few steps of SGD (AdamW would hide constant factors) on the same
-random tokens. Exit code 1 where they differ by more than the tolerance.
+whole batch, no mesh, and no microbatches but for a model with buffers, whose statistics are a microbatch's. Both train a
+few steps of SGD (AdamW would hide constant factors) on the same random tokens. Exit code 1 where they differ by more than
+the tolerance.
 """
 
 import json
@@ -38,7 +39,7 @@ from dtengine.config import (
 )
 from dtengine.data import IGNORE, Batch, rows_of
 from dtengine.mesh import Mesh, build_mesh
-from dtengine.model import forward, parameters
+from dtengine.model import buffers, forward_with_buffers, parameters
 from dtengine.ops import Ops
 from dtengine.parameters import COMPUTE_DTYPES, init_param
 from dtengine.shard import gather
@@ -88,12 +89,13 @@ class VerifyOptions:
 
 
 class Trained(NamedTuple):
-    """What a few steps gave: losses, raw gradients and norm of step 1, parameters after the last step; whole tensors."""
+    """What a few steps gave: losses, raw gradients and norm of step 1, parameters and buffers at the end; whole tensors."""
 
     losses: list[float]
     grads: dict[str, Tensor]
     norm: float
     params: dict[str, Tensor]
+    buffers: dict[str, Tensor]
 
 
 class Report(NamedTuple):
@@ -105,6 +107,7 @@ class Report(NamedTuple):
     worst_parameter: str
     norm: float
     params: float
+    buffers: float
     replicas_equal: bool
     collectives: dict[str, dict[str, int]]
     command: str
@@ -142,7 +145,11 @@ def random_batch(setup: Setup, check: CheckOptions) -> Batch:
 
 
 def train_one_device(setup: Setup, options: OptimizerOptions, batch: Batch) -> Trained:
-    """Train on one device: untraced torch, one backward over the whole batch."""
+    """Train on one device: untraced torch, one backward over the whole batch.
+
+    The statistics of batch normalisation are those of a microbatch, so a model with buffers takes one after another: the
+    rows that all coordinates take in the same pass, without the padding.
+    """
     model, config = setup.model, setup.step
     wide = torch.float64 if config.precision == "fp64" else torch.float32
     specs = model.specs(setup.model_config)
@@ -150,21 +157,29 @@ def train_one_device(setup: Setup, options: OptimizerOptions, batch: Batch) -> T
         name: init_param(p, name, config.seed, [(0, s) for s in p.shape], "cpu").to(wide).requires_grad_()
         for name, p in parameters(specs).items()
     }
+    held = {name: torch.full(b.shape, b.value, dtype=wide) for name, b in buffers(specs).items()}
+    shape = setup.batch_shape
+    rows = shape.coordinates * shape.microbatch if held else len(batch.rows)
+    passes = [Batch(*some) for some in zip(*(x.split(rows) for x in batch), strict=True)]
     count = torch.where(batch.targets >= 0, batch.weights, 0).sum(dtype=torch.float64).item()
     decays = [options.weight_decay * p.decayed for p in parameters(specs).values()]
     velocities = [torch.zeros_like(p) for p in params.values()]
     losses, first_grads, first_norm = [], {}, 0.0
     for step in range(options.steps):
         key = random.fold(random.key(config.seed, "dropout"), torch.tensor(step))
-        ops = Ops(
-            dropout_key=key,
-            rows=batch.rows,
-            dropout_rate=config.dropout,
-            label_smoothing=config.label_smoothing,
-            z_loss=config.z_loss,
-        )
-        total, _ = model.loss(forward(model, specs, params, batch, ops), batch, ops.at("head"))
-        loss = total / count
+        loss = torch.zeros((), dtype=wide)
+        for some in passes:
+            ops = Ops(
+                dropout_key=key,
+                rows=some.rows,
+                dropout_rate=config.dropout,
+                label_smoothing=config.label_smoothing,
+                z_loss=config.z_loss,
+                train=True,
+            )
+            logits, new = forward_with_buffers(model, specs, params | held, some, ops)
+            held |= {name: one.detach() for name, one in new.items()}
+            loss = loss + model.loss(logits, some, ops.at("head"))[0] / count
         grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True, materialize_grads=True)
         losses.append(loss.item())
         order = config.norm_order
@@ -176,7 +191,7 @@ def train_one_device(setup: Setup, options: OptimizerOptions, batch: Batch) -> T
             for p, g, v, decay in zip(params.values(), grads, velocities, decays, strict=True):
                 v.mul_(options.momentum).add_(factor * g)
                 p -= options.lr * (v + decay * p)
-    return Trained(losses, first_grads, first_norm, {n: p.detach() for n, p in params.items()})
+    return Trained(losses, first_grads, first_norm, {n: p.detach() for n, p in params.items()}, held)
 
 
 def train_plan(
@@ -203,8 +218,10 @@ def train_plan(
         losses.append(metrics.loss.item())
         if number == 0:
             norm = metrics.norm.item()
-    params = dict(zip(state.weights, gather(list(state.weights.values()), mesh), strict=True))
-    return Trained(losses, grads, norm, params), replicas_equal(state, mesh), step.collectives()
+    params, held = (
+        dict(zip(some, gather(list(some.values()), mesh), strict=True)) for some in (state.weights, state.buffers)
+    )
+    return Trained(losses, grads, norm, params, held), replicas_equal(state, mesh), step.collectives()
 
 
 def pad_rows(batch: Batch, rows: int) -> Batch:
@@ -238,10 +255,11 @@ def compare(setup: Setup, options: OptimizerOptions, check: CheckOptions, mesh: 
     loss = max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(ours.losses, theirs.losses, strict=True))
     grads, worst = difference(ours.grads, theirs.grads)
     params, _ = difference(ours.params, theirs.params)
+    held = difference(ours.buffers, theirs.buffers)[0] if theirs.buffers else 0.0
     norm = abs(ours.norm - theirs.norm) / max(abs(theirs.norm), 1e-300)
     bound = tolerance_of(setup) if check.tolerance is None else check.tolerance
-    ok = equal and all(value <= bound for value in (loss, grads, norm, params))
-    return Report(ok, loss, grads, worst, norm, params, equal, collectives, command)
+    ok = equal and all(value <= bound for value in (loss, grads, norm, params, held))
+    return Report(ok, loss, grads, worst, norm, params, held, equal, collectives, command)
 
 
 def _rank_main(setup: Setup, options: VerifyOptions, command: str, result: Path) -> None:
@@ -320,12 +338,15 @@ def _print(report: Report, setup: Setup, options: VerifyOptions) -> None:
     table.add_column("compared")
     table.add_column("largest difference", justify="right")
     table.add_column("")
-    for what, value, note in (
+    rows = [
         (f"loss of {options.optimizer.steps} steps", report.loss, ""),
         ("raw gradients of step 1", report.grads, f"worst: {report.worst_parameter}"),
         ("gradient norm before clipping", report.norm, ""),
         (f"parameters after step {options.optimizer.steps}", report.params, ""),
-    ):
+    ]
+    if buffers(setup.model.specs(setup.model_config)):
+        rows.append((f"buffers after step {options.optimizer.steps}", report.buffers, ""))
+    for what, value, note in rows:
         table.add_row(what, f"{value:.1e}", note if value <= bound else f"above {bound:.0e} {note}")
     table.add_row("replicas bit-equal", "yes" if report.replicas_equal else "NO", "")
     console.print(table)

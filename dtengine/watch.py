@@ -12,7 +12,7 @@ from dtengine.config import TrainOptions
 from dtengine.data import BatchShape, bigram_loss
 from dtengine.job import Job
 from dtengine.layout import Layout, local_bounds
-from dtengine.model import parameters
+from dtengine.model import buffers, parameters
 from dtengine.parameters import COMPUTE_DTYPES, has_master
 from dtengine.step import Step
 
@@ -174,7 +174,8 @@ def start_facts(
 ) -> list[tuple[str, str]]:
     """Return the lines of the start screen beside the layouts."""
     setup, plan = job.setup, job.setup.plan
-    params = parameters(setup.model.specs(setup.model_config))
+    specs = setup.model.specs(setup.model_config)
+    params = parameters(specs)
     whole = sum(math.prod(p.shape) for p in params.values())
     sizes = tuple(plan.sizes.values())
 
@@ -212,6 +213,9 @@ def start_facts(
                   f"{torch.get_num_threads()} thread(s) each, {setup.step.precision}"),
         ("folder", str(job.folder)),
     ]  # fmt: skip
+    if held_buffers := buffers(specs):
+        numbers = screens.count_text(sum(math.prod(b.shape) for b in held_buffers.values()))
+        facts.append(("buffers", f"{numbers} numbers beside the parameters"))
     if start:
         facts.append(("resumed", f"at step {start}"))
     if plan.num_ranks > 1:

@@ -32,10 +32,12 @@ import torch
 import torch.distributed as dist
 
 from dtengine.launch import die_with_parent
+from dtengine.model import BUILT_IN
 from dtengine.ranks import LOOPBACK, listen, lost_peer
 
 # Imported once, by the forkserver: what a rank, its first trace and the test files need.
-PRELOAD = ["torch._dynamo", "dtengine.verify", "dtengine.models.gpt", "dtengine.models.llama", "pytest", "hypothesis"]
+MODELS = [f"dtengine.models.{name}" for name in BUILT_IN]
+PRELOAD = ["torch._dynamo", "dtengine.verify", *MODELS, "pytest", "hypothesis"]
 START_S = 120.0  # for all ranks to be there, on a busy machine
 FRESH_AFTER = 50  # cases: torch's caches keep some meshes, and with them groups, threads and descriptors (10 a case)
 GRACE_S = 15.0  # for the other ranks to answer once one has failed: they see its connections close

@@ -377,7 +377,7 @@ def test_a_setup_holds_what_shapes_the_step():
         ({"program": {"loss_scale_window": 0}}, "--loss-scale-window 0: a number of steps, at least 1."),
         (
             {"model": {"model": "bert"}},
-            "--model bert: no such model. Use gpt or llama, or a file of your own as path/to/file.py:name.",
+            "--model bert: no such model. Use gpt, llama, mlp, or a file of your own as path/to/file.py:name.",
         ),
         (
             {"model": {"model": "gpt", "size": "gpt3"}},

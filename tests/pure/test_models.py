@@ -178,7 +178,7 @@ def test_configure_fills_in_what_follows():
         ({"embed": {}}, "model specs: no blocks, head; a model has the parts embed, blocks and head."),
         (
             {"embed": {"table": 3}, "blocks": [], "head": {}},
-            "model specs: embed.table is a int; every leaf is a Param or a Tied.",
+            "model specs: embed.table is a int; every leaf is a Param, a Tied or a Buffer.",
         ),
         (
             {"embed": {}, "blocks": [{"w": Param("embed", (3, 4))}], "head": {}},
@@ -280,5 +280,5 @@ def test_an_unknown_name_is_an_error():
     with pytest.raises(ValueError) as error:
         load_model("bert")
     assert str(error.value) == (
-        "--model bert: no such model. Use gpt or llama, or a file of your own as path/to/file.py:name."
+        "--model bert: no such model. Use gpt, llama, mlp, or a file of your own as path/to/file.py:name."
     )

@@ -219,7 +219,7 @@ def run_evaluations(rank: int, options: VerifyOptions, lengths: list[int]) -> li
         shape = (setup.batch_shape.microbatch, length)
         tokens, targets = (torch.randint(0, setup.model_config.vocab, shape, generator=generator) for _ in range(2))
         batch = Batch(tokens, targets, torch.ones(shape), torch.arange(shape[0]))
-        mean, count = step.evaluate(state.params, [batch])
+        mean, count = step.evaluate(state, [batch])
         assert count == math.prod(shape)
         loss, number = setup.model.loss(forward(setup.model, specs, whole, batch, Ops()), batch, Ops())
         found.append((mean, (loss / number).item()))
@@ -323,10 +323,10 @@ def run_poisoned(
     accumulate = step.programs["accumulate"]
 
     def with_bad_gradient(*tensors: Tensor) -> list[Tensor]:
-        (loss,) = accumulate(*tensors)
+        loss, *rest = accumulate(*tensors)
         with torch.inference_mode():
-            next(flat for flat in step.buffers.values() if flat.numel())[0] = value
-        return [loss]
+            next(flat for flat in step.sums.values() if flat.numel())[0] = value
+        return [loss, *rest]
 
     finite, bad, changed = [], [], []
     for number in range(3):
@@ -342,8 +342,9 @@ def run_poisoned(
 
 
 def _bits(state: State) -> list[Tensor]:
-    """Copies of all local shards of parameters and slots, as integers: a NaN equals itself."""
+    """Copies of all local shards of parameters, slots and buffers, as integers: a NaN equals itself."""
     tensors: list[DTensor] = [*state.params.values(), *(x for slots in state.slots.values() for x in slots.values())]
+    tensors += state.buffers.values()
     return [x.to_local().detach().clone().view(torch.int64) for x in tensors]
 
 

@@ -127,6 +127,7 @@ CORNERS = (  # heads that tp does not divide, or that are fewer; empty shards ev
     "--mesh 2x4 --heads 6 --kv-heads 2 --layers 1 --microbatches 2 --dropout 0.1",
     f"--mesh rep=2,dp=2,tp=2 --plan zero1 --layers 1 {SMALLEST}",
     "--mesh dp=8 --plan zero1 --layers 1 --embed 3 --global-batch 1 --microbatches 1",  # five ranks own nothing
+    "--mesh rep=2,dp=2,tp=2 --model mlp --plan zero1 --layers 1 --global-batch 5 --microbatches 2",  # idle coordinates
     f"--mesh dp=2,tp=2 --model {OWN} --plan zero2 --layers 2 --weights --dropout 0.2 --microbatches 3",
 )
 MESHES = {n: _meshes(n) for n in RANKS}
@@ -136,10 +137,11 @@ MESHES = {n: _meshes(n) for n in RANKS}
 def cases(draw: st.DrawFn, plan: str | None = None, num_ranks: int | None = None) -> VerifyOptions:
     """Draw a whole command line, of one plan and number of ranks where given; sizes are odd by default."""
     num_ranks = num_ranks or draw(st.sampled_from(tuple(RANKS)))
-    model = draw(st.sampled_from(("llama", "gpt", "llama", "gpt", OWN)))
+    model = draw(st.sampled_from(("llama", "gpt", "mlp", "llama", "gpt", OWN)))
     # Tolerances of 16 bits are of gradients that are sums of many terms and of a short way from there: OWN's scalar gain
     # cancels to nearly nothing, and large steps without a clip multiply any difference.
-    precision = "fp64" if model == OWN else draw(st.sampled_from(("fp64", "fp64", "fp64", "fp64", "bf16", "fp16")))
+    some = ("fp64", "fp64", "fp64", "fp64", "bf16", "fp16")
+    precision = "fp64" if model in (OWN, "mlp") else draw(st.sampled_from(some))
     narrow = precision != "fp64"
     heads, kv_heads = draw(st.sampled_from(HEADS))
     return VerifyOptions(
@@ -283,9 +285,9 @@ def check_equal(pool: Pool, options: VerifyOptions) -> Report:
 
 @pytest.mark.timeout(1800)
 def test_any_plan_equals_one_device(pool: Pool, distribution: dict[str, Counter[str]]) -> None:
-    """Loss of each step, raw gradients and norm of step 1, and parameters after the last step equal one device's within
-    1e-9 in float64 (in bf16 and fp16 within what rounding explains), with replicas bit-equal, for any mesh, plan, model
-    and sizes; the examples cover the space."""
+    """Loss of each step, raw gradients and norm of step 1, parameters and buffers after the last step equal one device's
+    within 1e-9 in float64 (in bf16 and fp16 within what rounding explains), with replicas bit-equal, for any mesh, plan,
+    model and sizes; the examples cover the space."""
     examples = 2 * settings.default.max_examples  # type: ignore[union-attr]
     seen: dict[str, Counter[str]] = {
         name: distribution.setdefault(name, Counter())
@@ -339,7 +341,7 @@ def test_any_plan_equals_one_device(pool: Pool, distribution: dict[str, Counter[
         "dp(1)",
         "tp(1)",
     }
-    assert len(seen["model"]) == 3
+    assert len(seen["model"]) == 4
     for name in ("sp", "model", "microbatches", "recompute", "prefetch", "bucket"):
         assert min(seen[name].values()) >= examples / 20, name
     assert set(seen["without"]) == {"nothing", *PASSES}
@@ -386,7 +388,7 @@ def assert_same_bits(a: Trained, b: Trained) -> None:
     """Every number of both is the same bits."""
     assert a.losses == b.losses
     assert a.norm == b.norm
-    for mine, yours in ((a.grads, b.grads), (a.params, b.params)):
+    for mine, yours in ((a.grads, b.grads), (a.params, b.params), (a.buffers, b.buffers)):
         assert mine.keys() == yours.keys()
         assert [n for n in mine if not torch.equal(mine[n], yours[n])] == []
 
@@ -467,7 +469,7 @@ def run_graphs(rank: int, options: VerifyOptions) -> list[tuple[str, list[tuple[
     setup, mesh, step = step_of(options)
     step.prepare()
     state = init_state(step)
-    step.evaluate(state.params, batches_of(setup, mesh, options.check))
+    step.evaluate(state, batches_of(setup, mesh, options.check))
     found = []
     for name, program in step.programs.items():
         assert isinstance(program, Program)

@@ -347,4 +347,4 @@ def run_evaluation(rank: int, options: VerifyOptions) -> float:
     setup = setup_of(options)
     mesh = build_mesh(setup.plan.sizes)
     step = step_of(options, "sgd", mesh)
-    return step.evaluate(init_state(step).params, batches_of(setup, mesh, options.check))[0]
+    return step.evaluate(init_state(step), batches_of(setup, mesh, options.check))[0]

@@ -167,7 +167,7 @@ def run_overflows(
         (loss,) = accumulate(*tensors)
         if rank == 3:
             with torch.inference_mode():
-                next(flat for flat in step.buffers.values() if flat.numel())[0] = math.inf
+                next(flat for flat in step.sums.values() if flat.numel())[0] = math.inf
         return [loss]
 
     scales, finite, changed = [], [], False

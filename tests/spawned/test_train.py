@@ -572,7 +572,7 @@ def mistakes(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--run-dir /proc/run", ["--run-dir /proc/run: cannot write to /proc"]),
         ("--run-dir other", ["--run-dir other: is not empty"]),
         ("--run-dir other --resume", ["--run-dir other: is not empty and holds no run"]),
-        ("--model bert", ["--model bert: no such model. Use gpt or llama"]),
+        ("--model bert", ["--model bert: no such model. Use gpt, llama, mlp"]),
         ("--model nofile.py:MODEL", ["--model nofile.py:MODEL: there is no file nofile.py"]),
         ("--model nothing.py:MODEL", ["--model nothing.py:MODEL: MODEL in nothing.py is missing"]),
         ("--model nothing.py:x", ["--model nothing.py:x: x in nothing.py is no dtengine.Model"]),

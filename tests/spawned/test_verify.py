@@ -14,7 +14,9 @@ from commands import WarmCommands, run
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 VERIFY = "dtengine.verify"
-KEYS = ["ok", "loss", "grads", "worst_parameter", "norm", "params", "replicas_equal", "collectives", "command"]
+KEYS = [
+    "ok", "loss", "grads", "worst_parameter", "norm", "params", "buffers", "replicas_equal", "collectives", "command",
+]  # fmt: skip
 # The smallest that is still odd: nothing divides, rows are padded, labels are ignored.
 SMALL = (
     "--layers 1 --embed 10 --heads 3 --kv-heads 3 --head-dim 2 --mlp 6 --vocab 13 --seq 5 --global-batch 3 --steps 2"
