@@ -208,13 +208,13 @@ class GraphExecutor:
             before = [*node.all_input_nodes, *changes.get(node, ())]
             if node.target is WAIT or any(n in behind for n in before):
                 behind.add(node)
-        self._emit([n for n in traced.forward if n not in behind], env)
+        self._emit([n for n in traced.forward if n not in behind], env, traced.name)
         return traced, env
 
     def finish(self, begun: tuple[Traced, Env]) -> list[fx.Node]:
         """See Executor."""
         traced, env = begun
-        self._emit([n for n in traced.forward if n not in env], env)
+        self._emit([n for n in traced.forward if n not in env], env, traced.name)
         return [env[n] for n in traced.outputs]
 
     def forward(
@@ -242,9 +242,9 @@ class GraphExecutor:
         outputs = traced.outputs[:num]
         if self.saving.recomputes(part):
             needed = _closure(outputs, set())
-            self._emit([n for n in traced.forward if n in needed], env)
+            self._emit([n for n in traced.forward if n in needed], env, f"forward {part.name}")
         else:
-            self._emit(traced.forward, env)
+            self._emit(traced.forward, env, f"forward {part.name}")
         return [env[n] for n in outputs], (traced, env, list(params))
 
     def backward(
@@ -259,7 +259,7 @@ class GraphExecutor:
         else:
             env = self._restore(part, traced, before, params, regathered=list(params) != then)
         env[traced.inputs[-1]] = grad
-        self._emit(traced.backward, env)
+        self._emit(traced.backward, env, f"backward {part.name}")
         rest = [env[n] for n in traced.outputs[2 if part.role == "head" else 1 :]]
         of_x = None if part.role == "embed" else rest.pop(0)
         found = iter(rest)
@@ -284,7 +284,7 @@ class GraphExecutor:
         if collectives:  # all ranks repeat the same ones, also those whose shards are empty
             flags = self.agree([n in needed for n in collectives])
             needed |= _closure([n for n, flag in zip(collectives, flags, strict=True) if flag], set(env))
-        self._emit([n for n in traced.forward if n in needed and n not in env], env)
+        self._emit([n for n in traced.forward if n in needed and n not in env], env, f"again {part.name}")
         return env
 
     def _joint(self, part: Part, inputs: Sequence[fx.Node]) -> Traced:
@@ -372,14 +372,15 @@ class GraphExecutor:
         with self.mode:
             return torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device=example.device)
 
-    def _emit(self, nodes: Sequence[fx.Node], env: Env) -> None:
-        """Copy nodes into the graph; env maps what was put already."""
+    def _emit(self, nodes: Sequence[fx.Node], env: Env, of: str) -> None:
+        """Copy nodes into the graph, each marked with what it is of ("backward blocks.3"); env maps what was put already."""
         for node in nodes:
             if node.op == "get_attr":
                 env[node] = self._constant(node)
                 continue
             new = self.graph.node_copy(node, env.__getitem__)
             alias = node.meta.get("alias")
+            new.meta["of"] = of
             new.meta["root"] = new if alias is None else env[alias].meta.get("root", env[alias])
             env[node] = new
 
