@@ -170,6 +170,8 @@ class RunOptions:
     """Steps between points in TensorBoard."""
     explain: bool = False
     """Print how every parameter and activation is laid out, and why; then stop."""
+    memory_report: bool = True
+    """Print what each rank will hold, and measure step 3, which makes that one step slower."""
     start_timeout: float = 60.0
     """Seconds for all ranks to arrive; then the start fails and names those that are missing."""
     sample: int = 240

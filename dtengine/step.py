@@ -23,6 +23,7 @@ from dtengine import random
 from dtengine.data import Batch
 from dtengine.executors import EagerExecutor, GraphExecutor
 from dtengine.layout import Plan
+from dtengine.memory import CUDA_ALIGNMENT, MemoryEstimate, bytes_of, estimate, measure_peak
 from dtengine.mesh import Mesh
 from dtengine.microbatch import Microbatch, make_order
 from dtengine.model import Model, ModelConfig, Param
@@ -231,6 +232,26 @@ class Step:
         times = {"accumulate": self.config.microbatches - 1, "step": 1}
         programs = [(p, times[n]) for n, p in self.programs.items() if isinstance(p, Program) and n in times]
         return count_collectives(programs)
+
+    def memory(self) -> MemoryEstimate | None:
+        """Estimate what this rank holds at the peak of a step, from its programs; None where nothing is traced."""
+        programs = [self.programs[name] for name in ("accumulate", "step") if name in self.programs]
+        graphs = [program.graph.graph for program in programs if isinstance(program, Program)]
+        alignment = 1 if self.device.type == "cpu" else CUDA_ALIGNMENT
+        return estimate(graphs, alignment=alignment, microbatches=self.config.microbatches) if graphs else None
+
+    def measured(
+        self, state: State, batches: Sequence[Batch], count: float | None = None
+    ) -> tuple[State, Metrics, int]:
+        """Run one step and measure the most bytes that it held on the device at once; slower than a plain one."""
+        with measure_peak(self.device) as peak:
+            state, metrics = self(state, batches, count)
+        held = [p.to_local() for p in state.params.values()]
+        held += [slot.to_local() for slots in state.slots.values() for slot in slots.values()]
+        held += [*self.buffers.values(), *(t for batch in batches for t in batch)]
+        programs = [self.programs[name] for name in ("accumulate", "step") if name in self.programs]
+        held += [c for program in programs if isinstance(program, Program) for c in program.graph.buffers()]
+        return state, metrics, peak.bytes + bytes_of(t for t in held if t.device.type == self.device.type)
 
     def record(self, record: Callable[[Recorded], None]) -> None:
         """Run a forward pass on fake tensors and report each value that an operation made."""

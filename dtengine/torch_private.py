@@ -1,8 +1,11 @@
 """Every private torch name that the engine uses, each with its reason and the public name to move to."""
 
+import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # traces without data;
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.proxy_tensor import make_fx  # joint forward and backward graph; public: torch.export, later
+from torch.utils._python_dispatch import TorchDispatchMode  # sees each operation as it runs; public: none yet
 
 __all__ = [
     "COLLECTIVES",
@@ -28,6 +32,7 @@ __all__ = [
     "norms",
     "onednn_matmul",
     "preload",
+    "profiled_allocations",
     "reduce_scatter",
     "scale",
     "schema_of",
@@ -143,3 +148,41 @@ def fake_process_group(num_ranks: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+# --- measuring ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def profiled_allocations() -> Iterator[list[tuple[int, int, int]]]:
+    """Fill a list with the allocations and frees of this thread's CPU tensors: (ns, address, bytes; negative where freed).
+
+    The profiler's public events have no addresses, without which a free on another thread looks like a leak.
+    """
+    found: list[tuple[int, int, int]] = []
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells of its start and stop
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler, _SettledWaits():
+        yield found
+    todo = list(profiler.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
+    while todo:
+        event = todo.pop()
+        todo += event.children
+        kind, fields = event.typed
+        fields: Any
+        if kind.name == "Allocation" and fields.device.type == "cpu":
+            found.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+    found.sort()
+
+
+class _SettledWaits(TorchDispatchMode):
+    """Gives gloo's threads a moment, after each wait, to let go of what they were handed.
+
+    Else the thread that was waited for may be the one to free it, out of the profiler's sight.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is WAIT:
+            time.sleep(0.005)
+        return result

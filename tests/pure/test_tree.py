@@ -39,6 +39,7 @@ LEVELS = {
     "ops": 3,
     "program": 3,
     # a model, a step of it, and its state
+    "memory": 4,
     "model": 4,
     "parameters": 5,
     "parts": 6,
