@@ -142,7 +142,7 @@ def test_estimate_adds_inputs_and_the_peak() -> None:
     graph = made.end(host)
     found = estimate([graph], microbatches=3)
     expected = MemoryEstimate(
-        parameters=1024, optimizer=6144, buffers=1024, batch=3072, activations=1024, temporaries=1024
+        parameters=1024, optimizer=6144, buffers=1024, batch=3072, activations=1024, gradients=1024
     )
     assert found.numbers == expected.numbers
     assert found.where == "backward blocks.0: mul_tensor"
