@@ -25,7 +25,7 @@ from dtengine.executors import EagerExecutor, GraphExecutor
 from dtengine.layout import Plan
 from dtengine.memory import CUDA_ALIGNMENT, MemoryEstimate, bytes_of, estimate, measure_peak
 from dtengine.mesh import Mesh
-from dtengine.microbatch import Microbatch, make_order
+from dtengine.microbatch import MB, Microbatch, make_order
 from dtengine.model import Model, ModelConfig, Param
 from dtengine.model import parameters as model_parameters
 from dtengine.ops import Ops, Recorded
@@ -440,8 +440,9 @@ def make_step(
     ops = Ops(mesh, plan.compute, dropout_rate=config.dropout)
     functions = PartFunctions(model, placed, ops)
     order = make_order(parts_of(specs, params), placed, config.bucket_mb, config.prefetch)
+    updater = Updater(placed, optimizer, config.clip, config.norm_order, config.bucket_mb * MB)
     microbatch = Microbatch(order, functions, config.dropout > 0)
-    return Step(functions, microbatch, Updater(placed, optimizer, config.clip, config.norm_order), config, rate)
+    return Step(functions, microbatch, updater, config, rate)
 
 
 def init_state(step: Step) -> State:

@@ -34,7 +34,7 @@ __all__ = [
     "preload",
     "profiled_allocations",
     "reduce_scatter",
-    "scale",
+    "scale_",
     "schema_of",
     "storage_of",
 ]
@@ -105,9 +105,9 @@ def add_(sums: list[Tensor], terms: list[Tensor]) -> None:
     torch._foreach_add_(sums, terms)  # type: ignore[attr-defined]
 
 
-def scale(tensors: list[Tensor], factor: Tensor) -> list[Tensor]:
-    """Multiply tensors by a scalar tensor, in one call."""
-    return list(torch._foreach_mul(tensors, factor))  # type: ignore[attr-defined]
+def scale_(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply tensors by a scalar tensor in place, in one call; torch.optim uses it, public name: none yet."""
+    torch._foreach_mul_(tensors, factor)  # type: ignore[attr-defined]
 
 
 def norms(tensors: list[Tensor], order: float) -> list[Tensor]:

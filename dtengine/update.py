@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate
 from dtengine.optim import Optimizer, Slots, Update, global_norm_terms
 from dtengine.parameters import Parameters
 from dtengine.shard import redistribute
-from dtengine.torch_private import all_reduce, scale
+from dtengine.torch_private import all_reduce, scale_
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,14 @@ class Updater:
         optimizer: what changes them.
         clip: largest global gradient norm; 0 clips nothing.
         norm_order: order of that norm: 1, 2 or inf.
+        bucket_bytes: size that parameters have which are stored together.
     """
 
     parameters: Parameters
     optimizer: Optimizer
     clip: float
     norm_order: float
+    bucket_bytes: float = 25 * 2**20
 
     @property
     def slot_names(self) -> list[str]:
@@ -61,7 +63,9 @@ class Updater:
 
         if self.clip:
             factor = torch.where(finite, self.clip / norm.clamp(min=self.clip), 0.0)
-            grads = scale(grads, factor)
+            scale_(
+                grads, factor
+            )  # each has memory of its own; accumulation buffers are zeroed before they are used again
 
         skip = 1.0 - finite.to(torch.float32)
         shards = redistribute(params, parameters.moves(plan.params, plan.optimizer), mesh)
@@ -76,11 +80,25 @@ class Updater:
                     Update(lr, number, skip),
                 )
 
-        stored = redistribute(shards, parameters.moves(plan.optimizer, plan.params), mesh)
-        for param, shard, new in zip(params, shards, stored, strict=True):
-            if param is not shard:
-                param.copy_(new)
+        moves = parameters.moves(plan.optimizer, plan.params)
+        for bucket in self._buckets():
+            stored = redistribute([shards[i] for i in bucket], [moves[i] for i in bucket], mesh)
+            for i, new in zip(bucket, stored, strict=True):
+                if params[i] is not shards[i]:
+                    params[i].copy_(new)
         return [loss, norm, finite.to(torch.float32), bad]
+
+    def _buckets(self) -> list[list[int]]:
+        """Group parameters by whole size, which all ranks know."""
+        buckets: list[list[int]] = [[]]
+        filled = 0.0
+        for i, spec in enumerate(self.parameters.specs.values()):
+            buckets[-1].append(i)
+            filled += math.prod(spec.shape) * self.parameters.dtype.itemsize
+            if filled >= self.bucket_bytes:
+                buckets.append([])
+                filled = 0.0
+        return [bucket for bucket in buckets if bucket]
 
     def _agree(self, loss: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return loss, norm and which coordinates had a non-finite loss, summed once over the mesh.
