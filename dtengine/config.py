@@ -134,6 +134,8 @@ class ProgramOptions:
     """Groups of blocks whose parameters are gathered ahead of the one that computes (fsdp); 0 overlaps nothing."""
     bucket_mb: float = 25.0
     """Whole blocks are gathered, and their gradients reduced, together until they have this size in MiB; 0: one by one."""
+    offload: Literal["none", "optimizer", "parameters"] = "none"
+    """What lies in host memory: the optimizer's state, or with fsdp also the parameters' shards between their uses."""
     disable_pass: tuple[str, ...] = ()
     """Passes over the step's graph that do not run; --passes names them."""
     passes: bool = False
@@ -314,6 +316,11 @@ def resolve(
     unknown = [name for name in program.disable_pass if name not in PASSES]
     if unknown:
         raise ValueError(f"--disable-pass {' '.join(unknown)}: no such pass. Use some of {', '.join(PASSES)}.")
+    if program.offload == "parameters" and mesh.plan != "fsdp":
+        raise ValueError(
+            f"--offload parameters --plan {mesh.plan}: its ranks hold parameters whole while the optimizer holds shards. "
+            "Parameters are fetched from the host as shards. Use --offload optimizer, or --plan fsdp."
+        )
     step = StepConfig(
         microbatch=shape.microbatch,
         seq=config.seq,
@@ -328,6 +335,7 @@ def resolve(
         activation_budget=program.activation_budget,
         prefetch=program.prefetch,
         bucket_mb=program.bucket_mb,
+        offload=program.offload,
         disable_pass=program.disable_pass,
     )
     return Setup(chosen, config, plan, global_batch, shape, step, tuple(_wasteful(plan, config, global_batch, shape)))

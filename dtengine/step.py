@@ -35,7 +35,7 @@ from dtengine.parts import PartFunctions, parts_of
 from dtengine.passes import Effect
 from dtengine.program import Program, check_collectives, collectives_of, count_collectives
 from dtengine.recompute import parse_saving
-from dtengine.torch_private import FakeTensorMode, all_gather_flat, all_reduce
+from dtengine.torch_private import FakeTensorMode, all_gather_flat, all_reduce, keep_on_host
 from dtengine.update import Updater
 
 
@@ -90,6 +90,7 @@ class StepConfig:
         prefetch: groups of blocks whose parameters are gathered ahead of the one that computes.
         bucket_mb: parameters are gathered, and gradients reduced, by whole parts together until they have this size, in
             units of 2^20 bytes.
+        offload: what lies in host memory: none, optimizer (its state), or parameters (also their shards, between uses).
         disable_pass: names of passes that do not run.
     """
 
@@ -106,6 +107,7 @@ class StepConfig:
     activation_budget: float | None = None
     prefetch: int = 1
     bucket_mb: float = 25.0
+    offload: str = "none"
     disable_pass: tuple[str, ...] = ()
 
 
@@ -238,7 +240,11 @@ class Step:
         programs = [self.programs[name] for name in ("accumulate", "step") if name in self.programs]
         graphs = [program.graph.graph for program in programs if isinstance(program, Program)]
         alignment = 1 if self.device.type == "cpu" else CUDA_ALIGNMENT
-        return estimate(graphs, alignment=alignment, microbatches=self.config.microbatches) if graphs else None
+        return (
+            estimate(graphs, alignment=alignment, microbatches=self.config.microbatches, on_host=self.on_host)
+            if graphs
+            else None
+        )
 
     def measured(
         self, state: State, batches: Sequence[Batch], count: float | None = None
@@ -246,12 +252,13 @@ class Step:
         """Run one step and measure the most bytes that it held on the device at once; slower than a plain one."""
         with measure_peak(self.device) as peak:
             state, metrics = self(state, batches, count)
-        held = [p.to_local() for p in state.params.values()]
-        held += [slot.to_local() for slots in state.slots.values() for slot in slots.values()]
+        groups = {"params": [p.to_local() for p in state.params.values()]}
+        groups["slots"] = [slot.to_local() for slots in state.slots.values() for slot in slots.values()]
+        held = [t for name, group in groups.items() if name not in self.on_host for t in group]
         held += [*self.buffers.values(), *(t for batch in batches for t in batch)]
         programs = [self.programs[name] for name in ("accumulate", "step") if name in self.programs]
         held += [c for program in programs if isinstance(program, Program) for c in program.graph.buffers()]
-        return state, metrics, peak.bytes + bytes_of(t for t in held if t.device.type == self.device.type)
+        return state, metrics, peak.bytes + bytes_of(held)
 
     def record(self, record: Callable[[Recorded], None]) -> None:
         """Run a forward pass on fake tensors and report each value that an operation made."""
@@ -262,6 +269,11 @@ class Step:
             run = EagerExecutor(functions, parse_saving("none", None))
             params = dict(zip(self.params, fakes["params"], strict=True))
             Microbatch(self.microbatch.order, functions, False).evaluate(run, params, fakes["batch"])
+
+    @property
+    def on_host(self) -> tuple[str, ...]:
+        """Groups of a program's inputs that lie in host memory."""
+        return {"none": (), "optimizer": ("slots",), "parameters": ("slots", "params")}[self.config.offload]
 
     @property
     def effects(self) -> list[Effect]:
@@ -389,12 +401,13 @@ class Step:
             batch = Batch(tokens, torch.empty_like(tokens), weights, rows)
         scalar = torch.empty((), dtype=self.dtype, device=device)
 
-        def shards(layout: Any) -> list[Tensor]:
-            return [parameters.empty(name, parameters.placements(layout, name)) for name in self.params]
+        def shards(layout: Any, kind: str) -> list[Tensor]:
+            found = [parameters.empty(name, parameters.placements(layout, name)) for name in self.params]
+            return [shard.cpu() for shard in found] if kind in self.on_host else found
 
         return {
-            "params": shards(self.plan.params),
-            "slots": [shard for shard in shards(self.plan.optimizer) for _ in self.updater.slot_names],
+            "params": shards(self.plan.params, "params"),
+            "slots": [shard for shard in shards(self.plan.optimizer, "slots") for _ in self.updater.slot_names],
             "batch": list(batch),
             "scalars": [
                 scalar,
@@ -440,8 +453,8 @@ def make_step(
     ops = Ops(mesh, plan.compute, dropout_rate=config.dropout)
     functions = PartFunctions(model, placed, ops)
     order = make_order(parts_of(specs, params), placed, config.bucket_mb, config.prefetch)
-    updater = Updater(placed, optimizer, config.clip, config.norm_order, config.bucket_mb * MB)
-    microbatch = Microbatch(order, functions, config.dropout > 0)
+    updater = Updater(placed, optimizer, config.clip, config.norm_order, config.bucket_mb * MB, config.offload)
+    microbatch = Microbatch(order, functions, config.dropout > 0, config.offload == "parameters")
     return Step(functions, microbatch, updater, config, rate)
 
 
@@ -454,4 +467,7 @@ def init_state(step: Step) -> State:
         placements = parameters.placements(step.plan.optimizer, name)
         values = step.updater.optimizer.init(parameters.empty(name, placements))
         slots[name] = {slot: parameters.wrap(name, value, placements) for slot, value in values.items()}
+    for kept in (params.values() if "params" in step.on_host else (), *(own.values() for own in slots.values())):
+        for tensor in kept if step.on_host else ():
+            keep_on_host(tensor)
     return State(0, params, slots)

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode  # traces without data; public: none yet
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import make_fx  # joint forward and backward graph; public: torch.export, later
 from torch.utils._python_dispatch import TorchDispatchMode  # sees each operation as it runs; public: none yet
 
@@ -32,6 +33,7 @@ __all__ = [
     "norms",
     "onednn_matmul",
     "preload",
+    "keep_on_host",
     "profiled_allocations",
     "reduce_scatter",
     "scale_",
@@ -108,6 +110,16 @@ def add_(sums: list[Tensor], terms: list[Tensor]) -> None:
 def scale_(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply tensors by a scalar tensor in place, in one call; torch.optim uses it, public name: none yet."""
     torch._foreach_mul_(tensors, factor)  # type: ignore[attr-defined]
+
+
+def keep_on_host(tensor: DTensor) -> DTensor:
+    """Move a DTensor's shard to host memory, pinned where there is an accelerator, as FSDP2 does; public: none yet.
+
+    ``DTensor.from_local`` would bring it back to the device of the mesh.
+    """
+    local = tensor.to_local().detach().to("cpu", copy=True)
+    tensor._local_tensor = local.pin_memory() if torch.accelerator.is_available() else local
+    return tensor
 
 
 def norms(tensors: list[Tensor], order: float) -> list[Tensor]:

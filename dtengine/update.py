@@ -25,7 +25,8 @@ class Updater:
         optimizer: what changes them.
         clip: largest global gradient norm; 0 clips nothing.
         norm_order: order of that norm: 1, 2 or inf.
-        bucket_bytes: size that parameters have which are stored together.
+        bucket_bytes: size that parameters have which are stored, or fetched from the host, together.
+        offload: what lies in host memory: none, optimizer (slots) or parameters (also the shards).
     """
 
     parameters: Parameters
@@ -33,6 +34,7 @@ class Updater:
     clip: float
     norm_order: float
     bucket_bytes: float = 25 * 2**20
+    offload: str = "none"
 
     @property
     def slot_names(self) -> list[str]:
@@ -69,16 +71,20 @@ class Updater:
 
         skip = 1.0 - finite.to(torch.float32)
         shards = redistribute(params, parameters.moves(plan.params, plan.optimizer), mesh)
-        for decayed in (True, False):
-            chosen = [i for i, p in enumerate(parameters.specs.values()) if p.decayed == decayed and shards[i].numel()]
-            if chosen:
-                self.optimizer.update(
-                    [shards[i] for i in chosen],
-                    [grads[i] for i in chosen],
-                    [slots[i] for i in chosen],
-                    self.optimizer.weight_decay if decayed else 0.0,
-                    Update(lr, number, skip),
-                )
+        now = Update(lr, number, skip)
+        for bucket in [list(range(len(shards)))] if self.offload == "none" else self._buckets():
+            own_shards, own_slots = [shards[i] for i in bucket], [slots[i] for i in bucket]
+            if self.offload != "none":
+                own_slots = [{name: fetch(x, parameters.device) for name, x in own.items()} for own in own_slots]
+            if self.offload == "parameters":
+                own_shards = [fetch(x, parameters.device) for x in own_shards]
+            self._update(bucket, own_shards, [grads[i] for i in bucket], own_slots, now)
+            for i, shard, own in zip(bucket, own_shards, own_slots, strict=True):
+                if shard is not shards[i]:
+                    shards[i].copy_(shard, non_blocking=True)
+                for name, value in own.items():
+                    if value is not slots[i][name]:
+                        slots[i][name].copy_(value, non_blocking=True)
 
         moves = parameters.moves(plan.optimizer, plan.params)
         for bucket in self._buckets():
@@ -87,6 +93,22 @@ class Updater:
                 if params[i] is not shards[i]:
                     params[i].copy_(new)
         return [loss, norm, finite.to(torch.float32), bad]
+
+    def _update(
+        self, bucket: list[int], shards: list[Tensor], grads: list[Tensor], slots: list[Slots], now: Update
+    ) -> None:
+        """Update the shards of a bucket of parameters and their slots in place."""
+        specs = list(self.parameters.specs.values())
+        for decayed in (True, False):
+            chosen = [k for k, i in enumerate(bucket) if specs[i].decayed == decayed and shards[k].numel()]
+            if chosen:
+                self.optimizer.update(
+                    [shards[k] for k in chosen],
+                    [grads[k] for k in chosen],
+                    [slots[k] for k in chosen],
+                    self.optimizer.weight_decay if decayed else 0.0,
+                    now,
+                )
 
     def _buckets(self) -> list[list[int]]:
         """Group parameters by whole size, which all ranks know."""
@@ -133,3 +155,8 @@ class Updater:
                 term = all_reduce(term.clone(), "max", everyone)
         norm = term + vector[1] if math.isinf(order) else vector[1] if order == 1 else vector[1].pow(1 / order)
         return vector[0], norm, vector[2:]
+
+
+def fetch(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the host to the device; a copy of its own also where the device is the host."""
+    return tensor.to(device, non_blocking=True, copy=True)

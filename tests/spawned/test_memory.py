@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from ranks_pool import Pool
 
+from dtengine import checkpoint
 from dtengine.config import BatchOptions, MeshOptions, ModelOptions, OptimizerOptions, ProgramOptions, resolve
 from dtengine.data import Batch
 from dtengine.memory import MemoryEstimate, moments
@@ -102,3 +105,49 @@ def test_fsdp_gathers_no_more_than_it_says(pool: Pool, prefetch: int, recompute:
     for most, block, ends in pool.run(2, run_gathered, "fsdp", program, 2):
         print(f"prefetch {prefetch}, recompute {recompute}: {(most - ends) / block:.3f} blocks beside the ends")
         assert block * prefetch < most <= block * (prefetch + 1) + ends
+
+
+# --- offload --------------------------------------------------------------------------------------------------------
+
+SMALL = ModelOptions(layers=2, embed=18, heads=2, head_dim=6, mlp=26, seq=15, vocab=256)
+
+
+def run_offloaded(rank: int, mesh: MeshOptions, folder: str | None) -> list[tuple[str, bool, int, int]]:
+    """Train with and without offload; returns (offload, whether all bits are equal, bytes on device, on host)."""
+    found = []
+    plain: list[torch.Tensor] = []
+    for offload in ("none", "optimizer", *(["parameters"] if mesh.plan == "fsdp" else [])):
+        program = ProgramOptions(offload=offload, bucket_mb=0.005)  # type: ignore[arg-type]
+        step = step_of(mesh, program, SMALL, passes=2)
+        state, batches = init_state(step), batches_of(step)
+        for number in range(3):
+            if folder is not None and number == 2:  # continue from what was written
+                path = checkpoint.save(Path(folder) / offload, state, step.mesh, {})
+                state = checkpoint.load(path, init_state(step), step.mesh)
+            state, metrics = step(state, batches)
+        loss, _ = step.evaluate(state.params, batches)
+        got = [p.to_local() for p in state.params.values()]
+        got += [s.to_local() for slots in state.slots.values() for s in slots.values()]
+        got += [metrics.loss, metrics.norm, torch.tensor(loss)]
+        plain = plain or got
+        estimate = step.memory()
+        assert estimate is not None
+        equal = len(got) == len(plain) and all(torch.equal(a, b) for a, b in zip(got, plain, strict=True))
+        found.append((offload, equal, estimate.parameters + estimate.optimizer, estimate.host))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("mesh", "plan"),
+    [("2", "ddp"), ("2", "zero1"), ("2", "zero2"), ("2", "fsdp"), ("tp=2", "fsdp"), ("4", "zero1"), ("2x2", "fsdp")],
+)
+def test_offload_changes_no_bit(pool: Pool, tmp_path: Path, mesh: str, plan: str) -> None:
+    """With state on the host every tensor has the same bits, also through a checkpoint; the device holds less by it."""
+    options = MeshOptions(mesh=mesh, plan=plan)  # type: ignore[arg-type]
+    folder = str(tmp_path) if plan in ("zero1", "fsdp") else None
+    for rank in pool.run(4 if mesh in ("4", "2x2") else 2, run_offloaded, options, folder):
+        print(rank)
+        assert all(equal for _, equal, _, _ in rank)
+        assert len({device + host for _, _, device, host in rank}) == 1
+        assert [host > 0 for _, _, _, host in rank] == [False] + [True] * (len(rank) - 1)
+        assert plan != "fsdp" or rank[-1][2] == 0
