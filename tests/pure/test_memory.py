@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import fx
 
+from dtengine.config import BatchOptions, MeshOptions, ModelOptions, OptimizerOptions, ProgramOptions, resolve
 from dtengine.memory import MADE, MemoryEstimate, estimate, moments, peak_of
 from dtengine.screens import memory_rows
 from dtengine.torch_private import FakeTensorMode
@@ -21,7 +22,7 @@ class Made:
     """A graph under construction; values are fake tensors of float32."""
 
     def __init__(self) -> None:
-        self.graph = fx.Graph(torch.nn.Module())
+        self.graph = fx.Graph()
 
     def input(self, name: str, size: int) -> fx.Node:
         node = self.graph.placeholder(name)
@@ -185,6 +186,20 @@ def test_allocations_are_rounded_up(alignment: int, bytes_: int) -> None:
 def test_peak_of_events(events: Sequence[tuple[int, int, int]], most: int) -> None:
     """Frees of what was there before do not count, and what is overwritten must have been freed."""
     assert peak_of(events) == most
+
+
+def test_parameters_are_offloaded_as_shards() -> None:
+    """Where the optimizer's layout is not the parameters', they cannot be fetched as shards: said before a rank starts."""
+    with pytest.raises(
+        ValueError, match="--offload parameters --plan zero1: .* Use --offload optimizer, or --plan fsdp."
+    ):
+        resolve(
+            MeshOptions(mesh="2", plan="zero1"),
+            ModelOptions(seq=8, vocab=8),
+            BatchOptions(),
+            OptimizerOptions(),
+            ProgramOptions(offload="parameters"),
+        )
 
 
 def test_table_of_ranks() -> None:
