@@ -149,6 +149,8 @@ class ProgramOptions:
     """Groups of blocks whose parameters are gathered ahead of the one that computes (fsdp); 0 overlaps nothing."""
     bucket_mb: float = 25.0
     """Whole blocks are gathered, and their gradients reduced, together until they have this size in MiB; 0: one by one."""
+    offload: Literal["none", "optimizer", "parameters"] = "none"
+    """What lies in host memory: the optimizer's state, or with fsdp also the parameters' shards between their uses."""
     disable_pass: tuple[str, ...] = ()
     """Passes over the step's graph that do not run; --passes names them."""
     compile: bool = False
@@ -189,6 +191,8 @@ class RunOptions:
     """Steps between points in TensorBoard."""
     explain: bool = False
     """Print how every parameter and activation is laid out, and why; then stop."""
+    memory_report: bool = True
+    """Print what each rank will hold, and measure step 3, which makes that one step slower."""
     start_timeout: float = 60.0
     """Seconds for all ranks to arrive; then the start fails and names those that are missing."""
     sample: int = 240
@@ -334,6 +338,11 @@ def resolve(
     if unknown:
         raise ValueError(f"--disable-pass {' '.join(unknown)}: no such pass. Use some of {', '.join(PASSES)}.")
     _check_optimizer(optimizer)
+    if program.offload == "parameters" and mesh.plan != "fsdp":
+        raise ValueError(
+            f"--offload parameters --plan {mesh.plan}: its ranks hold parameters whole while the optimizer holds shards. "
+            "Parameters are fetched from the host as shards. Use --offload optimizer, or --plan fsdp."
+        )
     step = StepConfig(
         microbatch=shape.microbatch,
         seq=config.seq,
@@ -353,6 +362,7 @@ def resolve(
         activation_budget=program.activation_budget,
         prefetch=program.prefetch,
         bucket_mb=program.bucket_mb,
+        offload=program.offload,
         disable_pass=program.disable_pass,
         compile=program.compile,
         reshard=program.reshard,

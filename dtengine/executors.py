@@ -223,13 +223,13 @@ class GraphExecutor:
             before = [*node.all_input_nodes, *changes.get(node, ())]
             if node.target is WAIT or any(n in behind for n in before):
                 behind.add(node)
-        self._emit([n for n in traced.forward if n not in behind], env)
+        self._emit([n for n in traced.forward if n not in behind], env, traced.name)
         return traced, env
 
     def finish(self, begun: tuple[Traced, Env]) -> list[fx.Node]:
         """See Executor."""
         traced, env = begun
-        self._emit([n for n in traced.forward if n not in env], env)
+        self._emit([n for n in traced.forward if n not in env], env, traced.name)
         return [env[n] for n in traced.outputs]
 
     def forward(
@@ -261,9 +261,9 @@ class GraphExecutor:
             self._emit_compiled(traced, "forward", [n for n in traced.forward if n in needed], env, wanted)
         elif self.saving.recomputes(part):
             needed = _closure(outputs, set())
-            self._emit([n for n in traced.forward if n in needed], env)
+            self._emit([n for n in traced.forward if n in needed], env, f"forward {part.name}")
         else:
-            self._emit(traced.forward, env)
+            self._emit(traced.forward, env, f"forward {part.name}")
         return [env[n] for n in outputs], (traced, env, list(params))
 
     def backward(
@@ -281,7 +281,8 @@ class GraphExecutor:
         if self.compile:
             self._emit_compiled(traced, "backward", [*again, *traced.backward], env, results)
         else:
-            self._emit([*again, *traced.backward], env)
+            self._emit(again, env, f"again {part.name}")
+            self._emit(traced.backward, env, f"backward {part.name}")
         rest = [env[n] for n in results]
         of_x = None if part.role == "embed" else rest.pop(0)
         found = iter(rest)
@@ -402,14 +403,15 @@ class GraphExecutor:
         with self.mode:
             return torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device=example.device)
 
-    def _emit(self, nodes: Sequence[fx.Node], env: Env) -> None:
-        """Copy nodes into the graph; env maps what was put already."""
+    def _emit(self, nodes: Sequence[fx.Node], env: Env, of: str) -> None:
+        """Copy nodes into the graph, each marked with what it is of ("backward blocks.3"); env maps what was put already."""
         for node in nodes:
             if node.op == "get_attr":
                 env[node] = self._constant(node)
                 continue
             new = self.graph.node_copy(node, env.__getitem__)
             alias = node.meta.get("alias")
+            new.meta["of"] = of
             new.meta["root"] = new if alias is None else env[alias].meta.get("root", env[alias])
             env[node] = new
 

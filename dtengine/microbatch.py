@@ -24,6 +24,7 @@ from dtengine.layout import Placements
 from dtengine.parameters import Parameters
 from dtengine.parts import Part, PartFunctions
 from dtengine.shard import Move, redistribute
+from dtengine.update import fetch
 
 MB = 1 << 20
 
@@ -96,12 +97,14 @@ class Microbatch:
         functions: of the parts.
         dropout: whether a dropout key is needed.
         reduce_dtype: dtype in which gradients are summed over ranks; they are accumulated over microbatches in fp32 (fp64).
+        on_host: whether parameters lie in host memory between their uses.
     """
 
     order: Order
     functions: PartFunctions
     dropout: bool
     reduce_dtype: torch.dtype
+    on_host: bool = False
 
     @property
     def parameters(self) -> Parameters:
@@ -110,8 +113,8 @@ class Microbatch:
 
     @property
     def gathers(self) -> bool:
-        """Whether some parameter is split where it is stored and whole where it is used."""
-        return any(m.source != m.target for m in self.moves(list(self.parameters.specs)))
+        """Whether some parameter is elsewhere, or split, where it is stored and whole where it is used."""
+        return self.on_host or any(m.source != m.target for m in self.moves(list(self.parameters.specs)))
 
     def moves(self, names: Sequence[str]) -> list[Move]:
         """How parameters go from where they are stored to where they are used."""
@@ -207,6 +210,8 @@ class Microbatch:
         moves, mesh, dtype = self.moves(names), self.parameters.mesh, self.parameters.compute_dtype
 
         def gather(*shards: Tensor) -> list[Tensor]:
+            if self.on_host:
+                shards = tuple(fetch(x, self.parameters.device) for x in shards)
             return redistribute([x.to(dtype) for x in shards], moves, mesh)
 
         return run.start(("gather", tuple(moves)), gather, [params[n] for n in names])

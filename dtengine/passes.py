@@ -196,7 +196,7 @@ def overlap_collectives(graph: fx.Graph) -> None:
 
     The order of collectives stays. What the next collective does not need is computed behind its start: the gradients of
     weights, above all, while the gradient of the input travels. Work moves by one collective at most, so little more
-    memory is held.
+    memory is held, and results that nobody needs yet are read once two more collectives have started.
     """
     for phase in (FORWARD, BACKWARD):
         _start_early([n for n in graph.nodes if n.op not in ("placeholder", "output") and phase_of(n) == phase])
@@ -226,16 +226,20 @@ def _start_early(nodes: list[fx.Node]) -> None:
             order.append(one)
 
     left: list[fx.Node] = []
+    older: list[fx.Node] = []  # what was left when the collective before was started
     for node in nodes:
         if not is_collective(node):
             left.append(node)
             continue
         emit(node)
+        for one in older:
+            if one not in done:
+                emit(one)
         # What was to come before this collective runs while it travels, except what waits for a collective.
         for one in left:
             if one not in done and one.target is not WAIT and not _reads_wait(one, done, place):
                 emit(one)
-        left = [one for one in left if one not in done]
+        older, left = [one for one in left if one not in done], []
     for node in nodes:
         if node not in done and node.target is not WAIT:
             emit(node)

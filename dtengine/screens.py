@@ -3,7 +3,7 @@
 import html
 import re
 import unicodedata
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -158,6 +158,49 @@ def end_screen(console: Console, facts: Facts, sample: str | None, commands: Fac
     for what, command in commands:
         console.print(Text(clean(f"# {what}", console.encoding), "dim"), soft_wrap=True)
         console.print(Text(clean(command, console.encoding), "bold"), soft_wrap=True)
+
+
+MEMORY = {  # rows of the table, and the kinds that each adds up
+    "parameters": ("parameters",),
+    "optimizer state": ("optimizer",),
+    "gradients": ("buffers", "gradients"),
+    "activations": ("activations",),
+    "gathered parameters": ("gathered",),
+    "other": ("batch", "constants", "temporaries"),
+    "total at the peak": ("total",),
+    "on the host": ("host",),
+}
+
+
+def memory_rows(ranks: Sequence[Mapping[str, int]]) -> list[tuple[str, str, str]]:
+    """Tabulate what ranks hold: (what, on the first rank, the largest over the mean of all ranks).
+
+    Args:
+        ranks: {kind: bytes} of each rank, as MemoryEstimate.numbers; what no rank holds has no row.
+    """
+    rows = []
+    for name, kinds in MEMORY.items():
+        sizes = [sum(rank[kind] for kind in kinds) for rank in ranks]
+        if any(sizes):
+            rows.append((name, bytes_text(sizes[0]), f"{max(sizes) * len(sizes) / sum(sizes):.2f}"))
+    return rows
+
+
+def memory_table(console: Console, ranks: Sequence[Mapping[str, int]]) -> None:
+    """Print what ranks will hold, as ``memory_rows`` says."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), header_style="bold", pad_edge=False)
+    table.add_column("memory of a step")
+    for heading in ("rank 0", "largest / mean"):
+        table.add_column(heading, justify="right")
+    for row in memory_rows(ranks):
+        table.add_row(*row)
+    console.print(table)
+
+
+def memory_text(ranks: Sequence[Mapping[str, int]]) -> str:
+    """Return ``memory_rows`` as Markdown, for TensorBoard's text tab."""
+    lines = ["| memory of a step | rank 0 | largest / mean |", "|---|---|---|", *map(_markdown_row, memory_rows(ranks))]
+    return "\n".join(lines) + "\n"
 
 
 def _plan_facts(plan: Plan, facts: Facts) -> Facts:

@@ -290,4 +290,4 @@ def gather(tensors: Sequence[DTensor], mesh: Mesh) -> list[Tensor]:
     """Return the whole tensors, on every rank; for tests, small models and reports."""
     moves = [Move(tuple(t.placements), tuple(Replicate() for _ in t.placements), tuple(t.shape)) for t in tensors]
     with torch.no_grad():
-        return redistribute([t.to_local() for t in tensors], moves, mesh)
+        return redistribute([t.to_local().to(mesh.device_mesh.device_type) for t in tensors], moves, mesh)

@@ -23,8 +23,9 @@ from dtengine import loss_scale, random
 from dtengine.data import Batch
 from dtengine.executors import EagerExecutor, GraphExecutor
 from dtengine.layout import Plan
+from dtengine.memory import CUDA_ALIGNMENT, MemoryEstimate, bytes_of, estimate, measure_peak
 from dtengine.mesh import Mesh
-from dtengine.microbatch import Microbatch, make_order
+from dtengine.microbatch import MB, Microbatch, make_order
 from dtengine.model import Model, ModelConfig, Param
 from dtengine.model import buffers as model_buffers
 from dtengine.model import parameters as model_parameters
@@ -35,7 +36,7 @@ from dtengine.parts import PartFunctions, parts_of
 from dtengine.passes import Effect
 from dtengine.program import Program, check_collectives, collectives_of, count_collectives
 from dtengine.recompute import parse_saving
-from dtengine.torch_private import FakeTensorMode, all_gather_flat, all_reduce
+from dtengine.torch_private import FakeTensorMode, all_gather_flat, all_reduce, keep_on_host
 from dtengine.update import Updater, unscale
 
 
@@ -112,6 +113,7 @@ class StepConfig:
         prefetch: groups of blocks whose parameters are gathered ahead of the one that computes.
         bucket_mb: parameters are gathered, and gradients reduced, by whole parts together until they have this size, in
             units of 2^20 bytes.
+        offload: what lies in host memory: none, optimizer (its state), or parameters (also their shards, between uses).
         disable_pass: names of passes that do not run.
         compile: compile forward and backward of each kind of part by Inductor.
         reshard: drop gathered parameters behind their forward and gather them again for their backward (fsdp).
@@ -135,6 +137,7 @@ class StepConfig:
     activation_budget: float | None = None
     prefetch: int = 1
     bucket_mb: float = 25.0
+    offload: str = "none"
     disable_pass: tuple[str, ...] = ()
     compile: bool = False
     reshard: bool = True
@@ -274,6 +277,31 @@ class Step:
         programs = [(p, times[n]) for n, p in self.programs.items() if isinstance(p, Program) and n in times]
         return count_collectives(programs)
 
+    def memory(self) -> MemoryEstimate | None:
+        """Estimate what this rank holds at the peak of a step, from its programs; None where nothing is traced."""
+        programs = [self.programs[name] for name in ("accumulate", "step") if name in self.programs]
+        graphs = [program.graph.graph for program in programs if isinstance(program, Program)]
+        alignment = 1 if self.device.type == "cpu" else CUDA_ALIGNMENT
+        return (
+            estimate(graphs, alignment=alignment, microbatches=self.config.microbatches, on_host=self.on_host)
+            if graphs
+            else None
+        )
+
+    def measured(
+        self, state: State, batches: Sequence[Batch], count: float | None = None
+    ) -> tuple[State, Metrics, int]:
+        """Run one step and measure the most bytes that it held on the device at once; slower than a plain one."""
+        with measure_peak(self.device) as peak:
+            state, metrics = self(state, batches, count)
+        groups = {"params": [state.params], "master": [state.master], "slots": state.slots.values()}
+        on_device = [own for name, group in groups.items() if name not in self.on_host for own in group]
+        held = [t.to_local() for own in (*on_device, state.buffers) for t in own.values()]
+        held += [*self.sums.values(), *(t for batch in batches for t in batch)]
+        programs = [self.programs[name] for name in ("accumulate", "step") if name in self.programs]
+        held += [c for program in programs if isinstance(program, Program) for c in program.graph.buffers()]
+        return state, metrics, peak.bytes + bytes_of(held)
+
     def record(self, record: Callable[[Recorded], None]) -> None:
         """Run a forward pass on fake tensors and report each value that an operation made."""
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
@@ -285,6 +313,11 @@ class Step:
             running = dict(zip(self.parameters.buffers, fakes["running"], strict=True))
             microbatch = replace(self.microbatch, functions=functions, dropout=False)
             microbatch.evaluate(run, params, running, fakes["batch"])
+
+    @property
+    def on_host(self) -> tuple[str, ...]:
+        """Groups of a program's inputs that lie in host memory."""
+        return {"none": (), "optimizer": ("slots", "master"), "parameters": ("slots", "params")}[self.config.offload]
 
     @property
     def effects(self) -> list[Effect]:
@@ -435,16 +468,19 @@ class Step:
             batch = Batch(tokens, torch.empty_like(tokens), weights, rows)
         scalar = torch.empty((), dtype=self.dtype, device=device)
 
-        def shards(layout: Any, dtype: torch.dtype | None = None) -> list[Tensor]:
-            return [parameters.empty(name, parameters.placements(layout, name), dtype) for name in self.params]
+        def shards(layout: Any, kind: str, dtype: torch.dtype | None = None) -> list[Tensor]:
+            found = [parameters.empty(name, parameters.placements(layout, name), dtype) for name in self.params]
+            return [shard.cpu() for shard in found] if kind in self.on_host else found
+
+        slots = [s.to_local() for name in self.params for s in self.updater.init_slots(name).values()]
 
         buffers = [parameters.initial_buffer(name) for name in parameters.buffers]
         return {
-            "params": shards(self.plan.params, parameters.stored_dtype),
-            "master": shards(self.plan.optimizer) if parameters.has_master else [],
+            "params": shards(self.plan.params, "params", parameters.stored_dtype),
+            "master": shards(self.plan.optimizer, "master") if parameters.has_master else [],
             "buffers": buffers,
             "running": buffers,
-            "slots": [s.to_local() for name in self.params for s in self.updater.init_slots(name).values()],
+            "slots": [s.cpu() for s in slots] if "slots" in self.on_host else slots,
             "batch": list(batch),
             "scalars": [
                 scalar,
@@ -501,8 +537,16 @@ def make_step(
     functions = PartFunctions(model, placed, ops)
     order = make_order(parts_of(specs, params), placed, config.bucket_mb, config.prefetch, config.reshard)
     reduce_dtype = placed.compute_dtype if config.reduce_dtype == "compute" else placed.dtype
-    microbatch = Microbatch(order, functions, config.dropout > 0, reduce_dtype)
-    updater = Updater(placed, optimizer, config.clip, config.norm_order, config.loss_scale_window)
+    microbatch = Microbatch(order, functions, config.dropout > 0, reduce_dtype, config.offload == "parameters")
+    updater = Updater(
+        placed,
+        optimizer,
+        config.clip,
+        config.norm_order,
+        config.loss_scale_window,
+        config.bucket_mb * MB,
+        config.offload,
+    )
     return Step(functions, microbatch, updater, config, rate)
 
 
@@ -518,6 +562,9 @@ def init_state(step: Step) -> State:
             master[name] = parameters.initial(name, seed, plan.optimizer)
     slots = {name: step.updater.init_slots(name) for name in params}
     buffers = {name: parameters.wrap_buffer(name, parameters.initial_buffer(name)) for name in parameters.buffers}
+    groups = {"params": [params], "master": [master], "slots": list(slots.values())}
+    for tensor in [t for group in step.on_host for own in groups[group] for t in own.values()]:
+        keep_on_host(tensor)
     scale = None
     if step.config.precision == "fp16":
         scale = torch.tensor(loss_scale.LossScale(step.config.loss_scale), device=step.device)

@@ -1,8 +1,11 @@
 """Every private torch name that the engine uses, each with its reason and the public name to move to."""
 
+import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,7 +13,9 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode  # traces without data; public: none yet
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import make_fx  # joint forward and backward graph; public: torch.export, later
+from torch.utils._python_dispatch import TorchDispatchMode  # sees each operation as it runs; public: none yet
 
 __all__ = [
     "ALL_REDUCE",
@@ -35,8 +40,11 @@ __all__ = [
     "onednn_matmul",
     "opaque_onednn_matmul",
     "preload",
+    "keep_on_host",
+    "profiled_allocations",
     "reduce_scatter",
     "scale",
+    "scale_",
     "schema_of",
     "signs",
     "storage_of",
@@ -143,6 +151,21 @@ def scale(tensors: list[Tensor], factor: Tensor | float | list[float]) -> list[T
     return list(torch._foreach_mul(tensors, factor))  # type: ignore[attr-defined]
 
 
+def scale_(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply tensors by a scalar tensor in place, in one call; torch.optim uses it, public name: none yet."""
+    torch._foreach_mul_(tensors, factor)  # type: ignore[attr-defined]
+
+
+def keep_on_host(tensor: DTensor) -> DTensor:
+    """Move a DTensor's shard to host memory, pinned where there is an accelerator, as FSDP2 does; public: none yet.
+
+    ``DTensor.from_local`` would bring it back to the device of the mesh.
+    """
+    local = tensor.to_local().detach().to("cpu", copy=True)
+    tensor._local_tensor = local.pin_memory() if torch.accelerator.is_available() else local
+    return tensor
+
+
 def add(tensors: list[Tensor], others: list[Tensor]) -> list[Tensor]:
     """Add lists of tensors, in one call."""
     return list(torch._foreach_add(tensors, others))  # type: ignore[attr-defined]
@@ -196,3 +219,41 @@ def fake_process_group(num_ranks: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+# --- measuring ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def profiled_allocations() -> Iterator[list[tuple[int, int, int]]]:
+    """Fill a list with the allocations and frees of this thread's CPU tensors: (ns, address, bytes; negative where freed).
+
+    The profiler's public events have no addresses, without which a free on another thread looks like a leak.
+    """
+    found: list[tuple[int, int, int]] = []
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells of its start and stop
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler, _SettledWaits():
+        yield found
+    todo = list(profiler.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
+    while todo:
+        event = todo.pop()
+        todo += event.children
+        kind, fields = event.typed
+        fields: Any
+        if kind.name == "Allocation" and fields.device.type == "cpu":
+            found.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+    found.sort()
+
+
+class _SettledWaits(TorchDispatchMode):
+    """Gives gloo's threads a moment, after each wait, to let go of what they were handed.
+
+    Else the thread that was waited for may be the one to free it, out of the profiler's sight.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is WAIT:
+            time.sleep(0.005)
+        return result

@@ -167,15 +167,21 @@ def steps(job: Job, step: Step, state: State, mesh: Mesh, device: torch.device, 
 
     began = time.perf_counter()
     step.prepare()
+    seconds = time.perf_counter() - began
+    memory = memory_of_ranks(step, mesh) if options.run.memory_report else []
     if watch is not None:
-        watch.traced(time.perf_counter() - began, step)
+        watch.traced(seconds, step, memory)
     with Loader(read, start) as loader:
         for number in range(start, last):
             began = time.perf_counter()
             batches, waited = loader.next()
             if number == start:
                 check_same_tokens(token_checksum(batches), mesh, setup.plan)
-            state, metrics = step(state, batches, count)
+            if watch is not None and memory and number == start + 2:
+                state, metrics, measured = step.measured(state, batches, count)
+                watch.measured(number + 1, measured, memory[0]["total"])
+            else:
+                state, metrics = step(state, batches, count)
             loss, norm = stop_if_not_finite(metrics, number, mesh, setup.plan)
             if watch is not None:
                 scale = None if metrics.scale is None else metrics.scale.item()
@@ -197,6 +203,22 @@ def steps(job: Job, step: Step, state: State, mesh: Mesh, device: torch.device, 
     if watch is not None:
         watch.finished(text)
     dist.barrier()  # the other ranks wait for the sample: a rank that leaves early looks like a failure
+
+
+def memory_of_ranks(step: Step, mesh: Mesh) -> list[dict[str, int]]:
+    """Return what each rank will hold at the peak of a step, {kind: bytes}; nothing where a step is not traced.
+
+    Collectives:
+        One small all-gather over the mesh.
+    """
+    estimate = step.memory()
+    if estimate is None:
+        return []
+    numbers = estimate.numbers
+    mine = torch.tensor(list(numbers.values()), dtype=torch.int64, device=step.device)
+    everyone = mesh.groups.get(mesh.split_axes())
+    table = mine if everyone is None else all_gather_flat(mine, mesh.num_ranks, everyone)
+    return [dict(zip(numbers, row, strict=True)) for row in table.view(-1, len(numbers)).tolist()]
 
 
 def evaluate(job: Job, step: Step, state: State, coordinate: int, device: torch.device) -> float:

@@ -15,7 +15,7 @@ from dtengine import loss_scale
 from dtengine.optimizer import Leaf, Optimizer, Slots, Update
 from dtengine.parameters import Parameters
 from dtengine.shard import bounds_of, redistribute, wrap
-from dtengine.torch_private import all_reduce, norms
+from dtengine.torch_private import all_reduce, norms, scale_
 from dtengine.torch_private import scale as multiply
 
 
@@ -29,6 +29,8 @@ class Updater:
         clip: largest global gradient norm; 0 clips nothing.
         norm_order: order of that norm: 1, 2 or inf.
         loss_scale_window: good steps in a row after which fp16's loss scale is doubled.
+        bucket_bytes: size that parameters have which are stored, or fetched from the host, together.
+        offload: what lies in host memory: none, optimizer (slots) or parameters (also the shards).
     """
 
     parameters: Parameters
@@ -36,6 +38,8 @@ class Updater:
     clip: float
     norm_order: float
     loss_scale_window: int = 2000
+    bucket_bytes: float = 25 * 2**20
+    offload: str = "none"
 
     def init_slots(self, name: str) -> dict[str, DTensor]:
         """Return a parameter's slots as they start: zero, each rank its shard."""
@@ -84,34 +88,76 @@ class Updater:
         # 1. unscale; 2. agree on loss and norm; 3. clip; 4. optimizer, on shards; 5. store; 6. the next loss scale
         parameters, plan, mesh = self.parameters, self.parameters.plan, self.parameters.mesh
         if scale is not None:
-            grads = unscale(grads, scale)
+            scale_(grads, 1.0 / scale[0])  # a power of two: no rounding
             number = number - scale[2]  # a skipped step does not count for AdamW's bias correction
         loss, norm, bad = self._agree(loss, grads)
         finite = torch.isfinite(loss) & torch.isfinite(norm)
 
         if self.clip:
             factor = torch.where(finite, self.clip / norm.clamp(min=self.clip), 0.0)
-            grads = multiply(grads, factor)
+            scale_(
+                grads, factor
+            )  # each has memory of its own, or is of an accumulation buffer, zeroed before its next use
 
         skip = 1.0 - finite.to(torch.float32)
         shards = master or redistribute(params, parameters.moves(plan.params, plan.optimizer), mesh)
-        leaves = [
-            Leaf(spec, parameters.placements(plan.optimizer, name), shard, grad, own)
-            for (name, spec), shard, grad, own in zip(parameters.specs.items(), shards, grads, slots, strict=True)
-        ]
-        self.optimizer.update(leaves, mesh, Update(lr, number, skip))
+        self._optimize(shards, grads, slots, Update(lr, number, skip), fetch_shards=self._shards_on_host(bool(master)))
 
-        cast = [shard.to(parameters.stored_dtype) for shard in shards]  # before the gather: half the bytes
-        stored = redistribute(cast, parameters.moves(plan.optimizer, plan.params), mesh)
-        for param, shard, new in zip(params, shards, stored, strict=True):
-            if param is not shard:
-                param.copy_(new)
+        moves = parameters.moves(plan.optimizer, plan.params)
+        for bucket in self._buckets():
+            # Cast before the gather: half the bytes.
+            device = parameters.device if master else shards[bucket[0]].device
+            cast = [shards[i].to(device, parameters.stored_dtype) for i in bucket]
+            stored = redistribute(cast, [moves[i] for i in bucket], mesh)
+            for i, new in zip(bucket, stored, strict=True):
+                if params[i] is not shards[i]:
+                    params[i].copy_(new)
         found = [loss, norm, finite.to(torch.float32), bad]
         if scale is None:
             return found
         used = scale[0].clone()
         scale.copy_(loss_scale.advance(scale, finite, self.loss_scale_window))
         return [*found, used]
+
+    def _shards_on_host(self, has_master: bool) -> bool:
+        """Whether the shards that the optimizer changes lie in host memory."""
+        return self.offload == "parameters" or (self.offload == "optimizer" and has_master)
+
+    def _optimize(
+        self, shards: list[Tensor], grads: list[Tensor], slots: list[Slots], now: Update, *, fetch_shards: bool
+    ) -> None:
+        """Update shards and slots in place; what lies on the host is fetched and brought back bucket by bucket."""
+        parameters, plan = self.parameters, self.parameters.plan
+        named = list(parameters.specs.items())
+        for bucket in [list(range(len(shards)))] if self.offload == "none" else self._buckets():
+            own_shards, own_slots = [shards[i] for i in bucket], [slots[i] for i in bucket]
+            if self.offload != "none":
+                own_slots = [{name: fetch(x, parameters.device) for name, x in own.items()} for own in own_slots]
+            if fetch_shards:
+                own_shards = [fetch(x, parameters.device) for x in own_shards]
+            leaves = [
+                Leaf(named[i][1], parameters.placements(plan.optimizer, named[i][0]), shard, grads[i], own)
+                for i, shard, own in zip(bucket, own_shards, own_slots, strict=True)
+            ]
+            self.optimizer.update(leaves, parameters.mesh, now)
+            for i, shard, own in zip(bucket, own_shards, own_slots, strict=True):
+                if shard is not shards[i]:
+                    shards[i].copy_(shard, non_blocking=True)
+                for name, value in own.items():
+                    if value is not slots[i][name]:
+                        slots[i][name].copy_(value, non_blocking=True)
+
+    def _buckets(self) -> list[list[int]]:
+        """Group parameters by whole size, which all ranks know."""
+        buckets: list[list[int]] = [[]]
+        filled = 0.0
+        for i, spec in enumerate(self.parameters.specs.values()):
+            buckets[-1].append(i)
+            filled += math.prod(spec.shape) * self.parameters.dtype.itemsize
+            if filled >= self.bucket_bytes:
+                buckets.append([])
+                filled = 0.0
+        return [bucket for bucket in buckets if bucket]
 
     def _agree(self, loss: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return loss, norm and which coordinates had a non-finite loss, summed once over the mesh.
@@ -158,3 +204,8 @@ def global_norm_terms(grads: Sequence[Tensor], order: float) -> Tensor:
 def unscale(grads: list[Tensor], scale: Tensor) -> list[Tensor]:
     """Divide reduced fp32 gradients by the loss scale, a power of two: no rounding."""
     return multiply(grads, 1.0 / scale[0])
+
+
+def fetch(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the host to the device; a copy of its own also where the device is the host."""
+    return tensor.to(device, non_blocking=True, copy=True)

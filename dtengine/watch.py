@@ -2,6 +2,7 @@
 
 import math
 import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 import torch
@@ -54,14 +55,17 @@ class Watch:
         self.events.text("plan", screens.plan_text(setup.plan, facts, axes=axes))
         self.progress = monitor.Progress(self.console, options.optimizer.steps, start + 1)
 
-    def traced(self, seconds: float, step: Step) -> None:
-        """Say what the trace cost and what a step communicates; the run begins."""
+    def traced(self, seconds: float, step: Step, memory: Sequence[Mapping[str, int]]) -> None:
+        """Say what the trace cost, what a step communicates and what each rank will hold; the run begins."""
         counts = {axes: ", ".join(f"{n} {name}" for name, n in ops.items()) for axes, ops in step.collectives().items()}
         self.console.print(
             f"traced in {seconds:.1f} s; collectives a step: "
             + ("; ".join(f"{axes}: {text}" for axes, text in counts.items()) or "none"),
             style="dim",
         )
+        if memory:
+            screens.memory_table(self.console, memory)
+            self.events.text("memory", screens.memory_text(memory))
         self.progress.__enter__()
         self.status.update(status="running")
 
@@ -113,6 +117,15 @@ class Watch:
             throughput_samples_per_sec=sequences,
             loss_scale=scale,
         )
+
+    def measured(self, step: int, measured: int, estimated: int) -> None:
+        """Show and write the measured peak of a step beside the estimate, both in bytes."""
+        text = (
+            f"memory of step {step}: measured {screens.bytes_text(measured)}, estimated "
+            f"{screens.bytes_text(estimated)}, {measured / estimated - 1:+.1%}"
+        )
+        self.progress.note(text)
+        self.events.text("memory measured", text)
 
     def evaluated(self, step: int, loss: float) -> None:
         """Show and write a held-out loss."""

@@ -104,6 +104,7 @@ OPTIONS = {
     "--activation-budget": ("0.6", "activation_budget", 0.6),
     "--prefetch": ("2", "prefetch", 2),
     "--bucket-mb": ("0", "bucket_mb", 0.0),
+    "--offload": ("optimizer", "offload", "optimizer"),
     "--disable-pass": ("fill-buckets", "disable_pass", ("fill-buckets",)),
     "--compile": (None, "compile", True),
     "--no-reshard": (None, "reshard", False),
@@ -118,6 +119,7 @@ OPTIONS = {
     "--save-every": ("11", "save_every", 11),
     "--log-every": ("2", "log_every", 2),
     "--explain": (None, "explain", True),
+    "--no-memory-report": (None, "memory_report", False),
     "--sample": ("0", "sample", 0),
 }
 

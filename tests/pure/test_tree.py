@@ -40,6 +40,7 @@ LEVELS = {
     "ops": 3,
     "program": 3,
     # a model, a step of it, and its state
+    "memory": 4,
     "model": 4,
     "optimizer": 5,
     "parameters": 5,
