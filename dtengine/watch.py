@@ -56,8 +56,9 @@ class Watch:
     def traced(self, seconds: float, step: Step) -> None:
         """Say what the trace cost and what a step communicates; the run begins."""
         counts = {axes: ", ".join(f"{n} {name}" for name, n in ops.items()) for axes, ops in step.collectives().items()}
+        how = "program from the cache in" if "step" in step.recalled else "traced in"
         self.console.print(
-            f"traced in {seconds:.1f} s; collectives a step: "
+            f"{how} {seconds:.1f} s; collectives a step: "
             + ("; ".join(f"{axes}: {text}" for axes, text in counts.items()) or "none"),
             style="dim",
         )
