@@ -51,9 +51,9 @@ def digest(value: Any) -> str:
 
 
 def sources_digest(folder: Path) -> str:
-    """Return the SHA-256 over names and content of all Python files in and below a folder, in hex."""
+    """Return the SHA-256 over names and content of the Python files of a package and its subpackages, in hex."""
     found = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
+    for path in sorted([*folder.glob("*.py"), *folder.glob("*/*.py")]):  # rglob would not follow links
         content = hashlib.sha256(path.read_bytes()).hexdigest()
         found.update(f"{path.relative_to(folder).as_posix()} {content}\n".encode())
     return found.hexdigest()
