@@ -44,7 +44,7 @@ _FUNCTIONS = {f"torch.{f.__name__}": f for kind, f in BINDINGS.values() if kind 
 _FUNCTIONS["operator.getitem"] = operator.getitem
 _NAMES = {function: name for name, function in _FUNCTIONS.items()}
 _METHODS = {name for kind, name in BINDINGS.values() if kind == "call_method"}
-_TORCH = {str(v): v for v in vars(torch).values() if isinstance(v, KINDS)}
+_TORCH: dict[str, Any] = {str(v): v for v in vars(torch).values() if isinstance(v, KINDS)}
 
 
 def _target(op: str, name: str) -> Any:
@@ -133,6 +133,11 @@ class _Group:
     axes: tuple[str, ...]
 
 
+def _only(stored: dict[str, Any]) -> tuple[str, Any]:
+    ((kind, of),) = stored.items()
+    return kind, of
+
+
 @dataclass
 class _Reader:
     """Turns JSON values into nodes; raises whatever it meets where they are none."""
@@ -163,7 +168,7 @@ class _Reader:
             return [self.value(one) for one in stored]
         if not isinstance(stored, dict):
             return stored
-        ((kind, of),) = stored.items()
+        kind, of = _only(stored)
         if kind == "node" and type(of) is int and of >= 0:
             return self.nodes[of]
         if kind == "tensor":

@@ -80,6 +80,7 @@ def train(rank: int, case: Case) -> tuple[set[str], str]:
         step = dt.make_step(model, config, plan, mesh, optimizer, options, lambda _: 0.01, cache=cache)
         state, found = dt.init_state(step), hashlib.sha256()
         draw = torch.Generator().manual_seed(mesh.data_coordinate(plan.data_axes))
+        batches: list[dt.Batch] = []
         for _ in range(2):
             batches = []
             for _ in range(case.microbatches):
@@ -209,7 +210,7 @@ def test_the_command_says_where_its_programs_come_from(tmp_path):
     """First "traced in", then "from the cache in", with the same losses; --no-trace-cache traces and writes nothing."""
     sizes = "--mesh 2 --layers 1 --embed 16 --heads 2 --seq 15 --global-batch 4 --eval-sequences 7 --sample 0 --steps 2"
     environ = {"DTENGINE_CACHE": str(tmp_path / "cache")}
-    said, losses = [], []
+    said, losses, stored = [], [], set[str]()
     for number, more in enumerate(["", "", "--no-trace-cache"]):
         done = run("dtengine.train", f"{sizes} {more} --run-dir run{number}", tmp_path, environ=environ)
         assert (done.code, done.err) == (0, "")
