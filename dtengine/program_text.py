@@ -133,11 +133,6 @@ class _Group:
     axes: tuple[str, ...]
 
 
-def _only(stored: dict[str, Any]) -> tuple[str, Any]:
-    ((kind, of),) = stored.items()
-    return kind, of
-
-
 @dataclass
 class _Reader:
     """Turns JSON values into nodes; raises whatever it meets where they are none."""
@@ -168,9 +163,9 @@ class _Reader:
             return [self.value(one) for one in stored]
         if not isinstance(stored, dict):
             return stored
-        kind, of = _only(stored)
-        if kind == "node" and type(of) is int and of >= 0:
-            return self.nodes[of]
+        ((kind, of),) = stored.items()
+        if kind == "node":
+            return self._node(of)
         if kind == "tensor":
             return self._tensor(*of)
         if kind == "group":
@@ -188,6 +183,11 @@ class _Reader:
         if kind == "slice":
             return slice(*(self.value(one) for one in of))
         raise Unusable(f"a {kind}")
+
+    def _node(self, number: Any) -> fx.Node:
+        if type(number) is not int or number < 0:
+            raise Unusable("a node's number")
+        return self.nodes[number]
 
     def _device(self, name: str) -> torch.device:
         if name not in ("cpu", self.device.type):

@@ -1,5 +1,6 @@
 """Every private torch name that the engine uses, each with its reason and the public name to move to."""
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
@@ -66,7 +67,12 @@ onednn_matmul = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkl
 
 def preload() -> None:
     """Import what the first trace would import (0.5 s), so that ranks which are forked after it find it there."""
+    collecting = gc.isenabled()
+    gc.disable()  # as in dtengine/__init__.py
     import torch._dynamo  # noqa: F401
+
+    if collecting:
+        gc.enable()
 
 
 def flat_group(mesh: DeviceMesh, names: tuple[str, ...]) -> ProcessGroup:
