@@ -86,7 +86,7 @@ class _Writer:
 
     def _with_group(self, node: fx.Node) -> tuple[Any, ...]:
         """Return a node's arguments, its process group by mesh axes: names of groups differ from start to start."""
-        args = list(node.args)
+        args: list[Any] = list(node.args)
         schema = schema_of(node)
         for i, argument in enumerate(schema.arguments if schema is not None else ()):
             if argument.name == "group_name":
