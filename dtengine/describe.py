@@ -28,6 +28,7 @@ PURE = {
     *("string", "types", "typing", "typing_extensions", "warnings"),
 }
 IMPURE_BUILTINS = {"open", "input", "eval", "exec", "compile", "__import__", "globals", "id", "hash"}
+TORCH_READS = {"load", "from_file", "hub", "os", "environ"}
 ENGINE = __name__.partition(".")[0]
 FROM_TORCH = (torch.dtype, torch.device, torch.memory_format, torch.layout, torch.Size)
 OPERATORS = type(torch.ops.aten.mm), type(torch.ops.aten.mm.default)
@@ -183,6 +184,8 @@ class _Describer:
     def _module(self, module: types.ModuleType, names: tuple[str, ...]) -> Any:
         """Describe a module by name and version; a person's by its file and by those of its values that code may read."""
         if _is_library(module.__name__):
+            if found := TORCH_READS & set(names):
+                raise Undescribable(f"code that names {', '.join(sorted(found))} beside {module.__name__} may read files")
             return ["module", module.__name__, _library(module.__name__)]
         values = [[n, self.describe(vars(module)[n])] for n in sorted(set(names) & set(vars(module)))]
         return ["module", module.__name__, _file(module.__name__), values]
@@ -212,10 +215,9 @@ def _library(module: str) -> str:
         if top.lstrip("_") not in PURE:
             raise Undescribable(f"module {module} may give something else each time")
         return top
-    version = ENGINE if top == ENGINE else getattr(sys.modules.get(top), "__version__", None)
-    if version is None:
-        raise Undescribable(f"module {module} has no version")
-    return f"{top} {version}"
+    if top not in ("torch", ENGINE):  # numpy has random numbers and files, and so may others
+        raise Undescribable(f"module {module} may give something else each time")
+    return ENGINE if top == ENGINE else f"torch {torch.__version__}"
 
 
 def _file(module: str) -> str:

@@ -350,6 +350,9 @@ def test_closures_are_described():
         "count = 0\ndef f(x):\n    global count\n    count += 1\n    return x * count",
         "class Odd:\n    __slots__ = ()\nodd = Odd()\ndef f(x): return x * odd",
         "def f(x): return eval('x')",
+        "import numpy as np\ndef f(x): return x * np.random.rand()",
+        "import numpy\ndef f(x):\n    return x * numpy.load('scale.npy')[0]",
+        "import torch\ndef f(x): return x * torch.load('scale.pt')",
     ],
 )
 def test_what_depends_on_more_than_itself_is_not_described(source):
