@@ -185,7 +185,9 @@ class _Describer:
         """Describe a module by name and version; a person's by its file and by those of its values that code may read."""
         if _is_library(module.__name__):
             if found := TORCH_READS & set(names):
-                raise Undescribable(f"code that names {', '.join(sorted(found))} beside {module.__name__} may read files")
+                raise Undescribable(
+                    f"code that names {', '.join(sorted(found))} beside {module.__name__} may read files"
+                )
             return ["module", module.__name__, _library(module.__name__)]
         values = [[n, self.describe(vars(module)[n])] for n in sorted(set(names) & set(vars(module)))]
         return ["module", module.__name__, _file(module.__name__), values]
