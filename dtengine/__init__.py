@@ -6,21 +6,28 @@
 The names below are what these commands are made of.
 """
 
-from dtengine import checkpoint
-from dtengine.corpus import Corpus, Sequences, load_corpus
-from dtengine.data import IGNORE, Batch, BatchShape, Loader, heldout_batches, train_batches
-from dtengine.launch import RankFailed, start_ranks
-from dtengine.layout import Layout, Plan, Rule, make_plan
-from dtengine.mesh import Mesh, build_mesh, parse_mesh
-from dtengine.model import Buffer, Model, ModelConfig, Param, Tied, configure, load_model
-from dtengine.ops import Ops
-from dtengine.optim import OPTIMIZERS, Optimizer, adafactor, adamw, lion, muon, sgd
-from dtengine.program import Program
-from dtengine.ranks import launcher_environment, process_group
-from dtengine.rates import LearningRate
-from dtengine.shard import gather
-from dtengine.step import Metrics, State, Step, StepConfig, init_state, make_step
+import gc
 
+collecting = gc.isenabled()
+gc.disable()  # imports make objects that stay: looking for garbage among them took 0.3 of 1.7 s of CPU time
+
+from dtengine import checkpoint  # noqa: E402
+from dtengine.corpus import Corpus, Sequences, load_corpus  # noqa: E402
+from dtengine.data import IGNORE, Batch, BatchShape, Loader, heldout_batches, train_batches  # noqa: E402
+from dtengine.launch import RankFailed, start_ranks  # noqa: E402
+from dtengine.layout import Layout, Plan, Rule, make_plan  # noqa: E402
+from dtengine.mesh import Mesh, build_mesh, parse_mesh  # noqa: E402
+from dtengine.model import Buffer, Model, ModelConfig, Param, Tied, configure, load_model  # noqa: E402
+from dtengine.ops import Ops  # noqa: E402
+from dtengine.optim import OPTIMIZERS, Optimizer, adafactor, adamw, lion, muon, sgd  # noqa: E402
+from dtengine.program import Program  # noqa: E402
+from dtengine.ranks import launcher_environment, process_group  # noqa: E402
+from dtengine.rates import LearningRate  # noqa: E402
+from dtengine.shard import gather  # noqa: E402
+from dtengine.step import Metrics, State, Step, StepConfig, init_state, make_step  # noqa: E402
+
+if collecting:
+    gc.enable()
 __version__ = "0.1.0"
 
 __all__ = [

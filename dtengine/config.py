@@ -189,6 +189,8 @@ class RunOptions:
     """Steps between checkpoints; one is always saved at the end."""
     log_every: int = 1
     """Steps between points in TensorBoard."""
+    trace_cache: bool = True
+    """Keep finished programs in $DTENGINE_CACHE (else ~/.cache/dtengine), so that the next start need not trace them."""
     explain: bool = False
     """Print how every parameter and activation is laid out, and why; then stop."""
     memory_report: bool = True

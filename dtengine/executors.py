@@ -201,10 +201,9 @@ class GraphExecutor:
     def end(self, name: str, outputs: Sequence[fx.Node]) -> fx.GraphModule:
         """Finish the graph and run the passes over it."""
         self.graph.output(list(outputs))
+        self.effects += run_passes(self.graph, name, "program", self.disabled)
         module = fx.GraphModule(self.root, self.graph, name)
-        self.effects += run_passes(module.graph, name, "program", self.disabled)
         module.graph.lint()
-        module.recompile()
         return module
 
     # --- as Executor says -----------------------------------------------------------------------------------------

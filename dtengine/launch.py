@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import logging
 import multiprocessing
@@ -289,6 +290,7 @@ def start_ranks(
             monitor_interval=0.001,  # _Agent waits by itself
         )
         agent = _Agent(spec, errors, grace_s, log_dir)
+        gc.freeze()  # ranks look for garbage among their own objects only, and share the pages of these
         try:
             for number in handled:
                 signal.signal(number, _raise_signal)
@@ -296,6 +298,7 @@ def start_ranks(
         except SignalException as interruption:
             raise RunInterrupted(interruption.sigval) from None
         finally:
+            gc.unfreeze()
             for number in handled:
                 signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not leave ranks
             for child in set(multiprocessing.active_children()) - children:

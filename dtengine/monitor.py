@@ -39,6 +39,7 @@ TAGS = {
     "learning_rate": "train/learning_rate",
     "gradient_norm": "train/gradient_norm",
     "heldout_loss": "heldout/loss",
+    "trace_seconds": "start/trace_seconds",
     "step_seconds": "step/seconds",
     "data_wait_seconds": "step/data_wait_seconds",
     "tokens_per_second": "step/tokens_per_second",

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule
 
 from dtengine import loss_scale, random
 from dtengine.data import Batch
@@ -37,6 +38,7 @@ from dtengine.passes import Effect
 from dtengine.program import Program, check_collectives, collectives_of, count_collectives
 from dtengine.recompute import parse_saving
 from dtengine.torch_private import FakeTensorMode, all_gather_flat, all_reduce, keep_on_host
+from dtengine.trace_cache import TraceCache, program_key
 from dtengine.update import Updater, unscale
 
 
@@ -156,9 +158,9 @@ class Step:
     config: StepConfig
     rate: Callable[[int], float]
     programs: dict[str, Callable[..., list[Tensor]]] = field(default_factory=dict)
-    sums: dict[int, Tensor] = field(
-        default_factory=dict
-    )  # flat accumulation buffers of gradients, by number of the group that is reduced together
+    sums: dict[int, Tensor] = field(default_factory=dict)  # of gradients, flat, by number of the group reduced together
+    cache: TraceCache | None = None
+    recalled: set[str] = field(default_factory=set)  # names of the programs that came from the cache
 
     @property
     def parameters(self) -> Parameters:
@@ -417,14 +419,49 @@ class Step:
 
             self.programs[name] = untraced
             return
-        run = self._executor
-        run.begin()
-        inputs = {g: [run.placeholder(f"{g}_{i}", t) for i, t in enumerate(examples[g])] for g in groups}
-        outputs = self._run(run, name, inputs, lambda g, size: run.placeholder(f"buffer_{g}", self._buffer(g, size)))
-        module = run.end(name, outputs)
+        key, module = self._recall(name, {g: examples[g] for g in groups})
+        if module is None:
+            run = self._executor
+            run.begin()
+            inputs = {g: [run.placeholder(f"{g}_{i}", t) for i, t in enumerate(examples[g])] for g in groups}
+            outputs = self._run(
+                run, name, inputs, lambda g, size: run.placeholder(f"buffer_{g}", self._buffer(g, size))
+            )
+            module = run.end(name, outputs)
+            if self.cache is not None and key is not None:
+                self.cache.save(key, module, self.mesh)
         program = Program(name, module, tuple(collectives_of(module.graph, self.mesh)))
         self.programs[name] = program
         check_collectives([program], self.mesh)
+
+    def _recall(self, name: str, examples: Mapping[str, list[Tensor]]) -> tuple[str | None, GraphModule | None]:
+        """Return (key, program from the cache); no program where any rank has none: to trace takes all ranks."""
+        if self.cache is None or dist.get_backend() == "fake":
+            return None, None
+        parameters, mesh = self.parameters, self.mesh
+        forms = {g: [(tuple(t.shape), t.stride(), t.dtype, t.device.type) for t in ts] for g, ts in examples.items()}
+        key = program_key(
+            {
+                "program": (name, forms, self.device.type),
+                "model": (self.functions.model, parameters.specs, parameters.buffers),
+                "plan": (self.plan, mesh.sizes, mesh.coordinate, list(mesh.groups), mesh.on_gloo),
+                "step": (
+                    replace(self.config, seed=0),
+                    self.microbatch.order,
+                    self.microbatch.dropout,
+                ),  # the seed is an input
+                "optimizer": self.updater.optimizer,
+            }
+        )
+        module = None if key is None else self.cache.load(key, mesh, self.device, self._executor.mode)
+        if any(self._agree([module is None])) or module is None:
+            return key, None
+        for node in module.graph.find_nodes(op="placeholder"):
+            group = str(node.target).partition("buffer_")[2]
+            if group:
+                self._buffer(int(group), node.meta["val"].numel())
+        self.recalled.add(name)
+        return key, module
 
     # --- parts of them --------------------------------------------------------------------------------------------
 
@@ -510,8 +547,12 @@ def make_step(
     config: StepConfig,
     rate: Callable[[int], float],
     device: torch.device | str = "cpu",
+    cache: TraceCache | None = None,
 ) -> Step:
     """Bind a model, a plan, an optimizer and a learning rate, a function of the step, to a mesh.
+
+    Args:
+        cache: where finished programs are kept; None traces each time.
 
     Raises:
         ValueError: specs that do not fit the contract, unknown axes, or an unknown precision or recompute mode.
@@ -547,7 +588,7 @@ def make_step(
         config.bucket_mb * MB,
         config.offload,
     )
-    return Step(functions, microbatch, updater, config, rate)
+    return Step(functions, microbatch, updater, config, rate, cache=cache)
 
 
 def init_state(step: Step) -> State:

@@ -1,5 +1,6 @@
 """Every private torch name that the engine uses, each with its reason and the public name to move to."""
 
+import gc
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode  # traces without data; public: none yet
+from torch._ops import OpOverload  # what a node calls; public: none yet
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # traces without data; public: none yet
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -22,6 +24,7 @@ __all__ = [
     "COLLECTIVES",
     "FakeTensorMode",
     "IN_PLACE_ALL_REDUCE",
+    "OpOverload",
     "UNSAFE_VIEW",
     "WAIT",
     "agent_processes",
@@ -32,6 +35,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "fake_process_group",
+    "fake_tensor",
     "flat_group",
     "inductor",
     "fused_adamw_",
@@ -57,6 +61,11 @@ def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def fake_tensor(mode: FakeTensorMode, meta: Tensor, device: torch.device) -> Tensor:
+    """Return a fake tensor over a meta tensor, sharing its storage: 9 microseconds against 50 through the mode."""
+    return FakeTensor(mode, meta, device)
+
+
 def schema_of(node: fx.Node) -> torch.FunctionSchema | None:
     """Return the schema of the operator that a graph node calls; public: none yet."""
     return getattr(node.target, "_schema", None)
@@ -80,7 +89,12 @@ onednn_matmul = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkl
 
 def preload() -> None:
     """Import what the first trace would import (0.5 s), so that ranks which are forked after it find it there."""
+    collecting = gc.isenabled()
+    gc.disable()  # as in dtengine/__init__.py
     import torch._dynamo  # noqa: F401
+
+    if collecting:
+        gc.enable()
 
 
 # Inductor has a rule of its own for oneDNN's product, for constant weights only; behind another name it is left alone.

@@ -28,6 +28,7 @@ from dtengine.mesh import Mesh, build_mesh, check_world, num_ranks, parse_mesh
 from dtengine.sample import sample_text
 from dtengine.step import Metrics, State, Step, init_state, make_step
 from dtengine.torch_private import all_gather_flat, preload
+from dtengine.trace_cache import TraceCache, cache_folder
 from dtengine.watch import Watch
 
 MOST_RANKS_A_CORE = 32  # each takes some 300 MB; more is a slip of the pen
@@ -128,7 +129,10 @@ def run_rank(job: Job, backend: str) -> None:
             start_logging(environment.rank, job.folder / "logs")
         mesh = build_mesh(setup.plan.sizes, device)
         optimizer = setup.optimizer(options.optimizer)
-        step = make_step(setup.model, setup.model_config, setup.plan, mesh, optimizer, setup.step, job.rate, device)
+        cache = TraceCache(folder) if options.run.trace_cache and (folder := cache_folder()) else None
+        step = make_step(
+            setup.model, setup.model_config, setup.plan, mesh, optimizer, setup.step, job.rate, device, cache
+        )
         state, start = init_state(step), 0
         if job.resumed is not None:
             state = checkpoint.load(job.resumed, state, mesh)

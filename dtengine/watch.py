@@ -27,7 +27,7 @@ class Watch:
         options, setup = job.options, job.setup
         self.job, self.device, self.console = job, device, Console(highlight=False)
         self.tokens = job.tokens
-        self.last, self.heldout, self.bigram = (math.nan, math.nan), math.nan, None
+        self.last, self.heldout = (math.nan, math.nan), math.nan
         self.status = monitor.Status(
             job.folder / "status.json",
             device,
@@ -43,7 +43,6 @@ class Watch:
         )
         self.status.update()
         self.events = monitor.Events(job.folder / "tensorboard", start if start else None)
-        self.bigram = bigram_loss(job.corpus.train, job.corpus.heldout, setup.model_config.vocab, job.heldout_limit)
         facts = start_facts(job, environment, backend, device, start)
         axes = {a for p in parameters(setup.model.specs(setup.model_config)).values() for a in p.names}
         axes |= {"batch", "seq", "res_seq"}
@@ -56,10 +55,12 @@ class Watch:
         self.progress = monitor.Progress(self.console, options.optimizer.steps, start + 1)
 
     def traced(self, seconds: float, step: Step, memory: Sequence[Mapping[str, int]]) -> None:
-        """Say what the trace cost, what a step communicates and what each rank will hold; the run begins."""
+        """Say what the programs cost, what a step communicates and what each rank will hold; the run begins."""
+        self.events.scalars(self.status.fields["step"], trace_seconds=seconds)
         counts = {axes: ", ".join(f"{n} {name}" for name, n in ops.items()) for axes, ops in step.collectives().items()}
+        how = "program from the cache in" if "step" in step.recalled else "traced in"
         self.console.print(
-            f"traced in {seconds:.1f} s; collectives a step: "
+            f"{how} {seconds:.1f} s; collectives a step: "
             + ("; ".join(f"{axes}: {text}" for axes, text in counts.items()) or "none"),
             style="dim",
         )
@@ -157,12 +158,12 @@ class Watch:
         folder = shlex.quote(str(self.job.folder))
         steps = self.job.options.optimizer.steps
         results = [("training loss", f"{self.last[0]:.4f}"), ("held-out loss", f"{self.heldout:.4f} nats per token")]
-        if self.bigram is not None:
-            better = self.bigram - self.heldout
+        corpus, vocab = self.job.corpus, self.job.setup.model_config.vocab
+        bigram = bigram_loss(corpus.train, corpus.heldout, vocab, self.job.heldout_limit)
+        if bigram is not None:
+            better = bigram - self.heldout
             word = "better" if better >= 0 else "worse"
-            results.append(
-                ("bigram model", f"{self.bigram:.4f} on the same sequences; ours is {abs(better):.4f} {word}")
-            )
+            results.append(("bigram model", f"{bigram:.4f} on the same sequences; ours is {abs(better):.4f} {word}"))
         options = self.job.options
         commands = [
             ("look", f"tensorboard --logdir {folder}/tensorboard"),

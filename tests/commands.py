@@ -42,9 +42,9 @@ class Done(NamedTuple):
 
 
 def environment(extra: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
-    """Return this process's environment without what a launcher or a terminal set in it."""
+    """Return this process's environment without what a launcher or a terminal set in it, and no cache of programs."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(SCRUBBED) and k not in LAUNCHERS}
-    return {**kept, **extra}
+    return {**kept, "DTENGINE_CACHE": "", **extra}
 
 
 def words(arguments: str | Sequence[str]) -> list[str]:

@@ -30,6 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     settings.load_profile("dtengine")
     config.stash[DISTRIBUTIONS] = {}
+    os.environ["DTENGINE_CACHE"] = ""  # programs are traced: a test that wants a cache names a folder
 
 
 @pytest.fixture(scope="session")

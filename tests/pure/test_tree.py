@@ -18,6 +18,7 @@ FILES = pytest.mark.parametrize("path", [*ENGINE, *MODELS], ids=lambda p: f"{p.p
 # A module imports modules of lower levels only. A new module needs a level.
 LEVELS = {
     # names, numbers and what stands between us and torch or the machine
+    "describe": 0,
     "layout": 0,
     "loss_scale": 0,
     "logs": 0,
@@ -39,10 +40,12 @@ LEVELS = {
     "shard": 2,
     "ops": 3,
     "program": 3,
+    "program_text": 3,
     # a model, a step of it, and its state
     "memory": 4,
     "model": 4,
     "optimizer": 5,
+    "trace_cache": 4,
     "parameters": 5,
     "adafactor": 6,
     "elementwise": 6,
