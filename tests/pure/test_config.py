@@ -108,6 +108,7 @@ OPTIONS = {
     "--disable-pass": ("fill-buckets", "disable_pass", ("fill-buckets",)),
     "--compile": (None, "compile", True),
     "--no-reshard": (None, "reshard", False),
+    "--no-trace-cache": (None, "trace_cache", False),
     "--passes": (None, "passes", True),
     "--eager": (None, "eager", True),
     "--data": ("a.txt", "data", ("a.txt",)),
