@@ -177,10 +177,11 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         unit, scale, weight = ctx.saved_tensors
-        toward = wide(grad)
-        of_weight = (toward * unit).flatten(0, -2).sum(0)
-        toward = toward * weight
-        of_x = (toward - unit * (toward * unit).mean(-1, keepdim=True)) * scale
+        toward, gain = wide(grad), weight.to(unit.dtype)
+        along = (toward * unit).flatten(0, -2)
+        of_weight = along.sum(0)
+        mean = torch.mv(along, gain * (1.0 / gain.shape[0])).view(scale.shape)
+        of_x = torch.addcmul(toward * gain, unit, mean, value=-1) * scale
         return of_x.to(grad.dtype), of_weight.to(weight.dtype), None
 
 

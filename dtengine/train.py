@@ -25,6 +25,7 @@ from dtengine.job import Job, consumed, facts, is_finished, open_folder, prepare
 from dtengine.layout import Plan
 from dtengine.logs import start_logging
 from dtengine.mesh import Mesh, build_mesh, check_world, num_ranks, parse_mesh
+from dtengine.passes_report import report_passes
 from dtengine.sample import sample_text
 from dtengine.step import Metrics, State, Step, init_state, make_step
 from dtengine.torch_private import all_gather_flat, preload
@@ -60,10 +61,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if is_finished(job):
             return 0
-        if owner:
+        if owner and not options.program.passes:
             open_folder(job)
     except ValueError as error:
         fail(str(error))
+    if options.program.passes:
+        return run_report(job, backend, num_ranks(sizes), environment)
     if environment is not None:
         try:
             run_rank(job, backend)
@@ -82,6 +85,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return stop.exit_code
     except launch.RankFailed as failure:
         return report_failure(failure, job.folder)
+    return 0
+
+
+def run_report(job: Job, backend: str, ranks_wanted: int, environment: ranks.RankEnvironment | None) -> int:
+    """Print what each pass does to this run's step; nothing is trained or written."""
+    if environment is not None:
+        report_passes(job, backend)
+        return 0
+    preload()
+    try:
+        launch.start_ranks(report_passes, (job, backend), ranks_wanted, log_dir=None)
+    except launch.RunInterrupted as stop:
+        return stop.exit_code
+    except launch.RankFailed as failure:
+        print(f"{failure.traceback or ''}dtengine: {failure}", file=sys.stderr)
+        return failure.exit_code
     return 0
 
 

@@ -100,13 +100,18 @@ class _Turn(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         first, second = x.chunk(2, -1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+        return _turned(first, second, cos, sin, 1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         cos, sin = ctx.saved_tensors
         first, second = grad.chunk(2, -1)
-        return torch.cat([first * cos + second * sin, second * cos - first * sin], -1), None, None
+        return _turned(first, second, cos, sin, -1), None, None
+
+
+def _turned(first: Tensor, second: Tensor, cos: Tensor, sin: Tensor, way: int) -> Tensor:
+    turned = torch.addcmul(first * cos, second, sin, value=-way), torch.addcmul(second * cos, first, sin, value=way)
+    return torch.cat(turned, -1)
 
 
 def mlp(params: dict, x: Tensor, ops: Ops) -> Tensor:

@@ -63,6 +63,7 @@ LEVELS = {
     "explain": 13,
     "job": 13,
     "sample": 13,
+    "passes_report": 14,
     "watch": 14,
     # commands
     "train": 15,
