@@ -157,6 +157,8 @@ class ProgramOptions:
     """Compile each kind of block by Inductor; half a minute more to start, and a C++ compiler is needed on CPUs."""
     reshard: bool = True
     """Drop gathered parameters behind their forward and gather them again for their backward (fsdp)."""
+    cuda_graphs: bool = False
+    """Replay the step as a CUDA graph, without Python in between."""
     passes: bool = False
     """Print what each pass over the step's graph did; then stop."""
     eager: bool = False
@@ -368,6 +370,7 @@ def resolve(
         disable_pass=program.disable_pass,
         compile=program.compile,
         reshard=program.reshard,
+        cuda_graphs=program.cuda_graphs,
     )
     heads = any("kv_heads" in leaf.names for leaf in leaves)
     wasteful = _wasteful(plan, config if heads else None, global_batch, shape)

@@ -35,7 +35,7 @@ from dtengine.optimizer import Optimizer
 from dtengine.parameters import COMPUTE_DTYPES, Parameters
 from dtengine.parts import PartFunctions, parts_of
 from dtengine.passes import Effect
-from dtengine.program import Program, check_collectives, collectives_of, count_collectives
+from dtengine.program import CudaGraph, Program, check_collectives, collectives_of, count_collectives
 from dtengine.recompute import parse_saving
 from dtengine.torch_private import FakeTensorMode, all_gather_flat, all_reduce, keep_on_host
 from dtengine.trace_cache import TraceCache, program_key
@@ -119,6 +119,7 @@ class StepConfig:
         disable_pass: names of passes that do not run.
         compile: compile forward and backward of each kind of part by Inductor.
         reshard: drop gathered parameters behind their forward and gather them again for their backward (fsdp).
+        cuda_graphs: replay the step as a CUDA graph.
     """
 
     microbatch: int
@@ -143,6 +144,7 @@ class StepConfig:
     disable_pass: tuple[str, ...] = ()
     compile: bool = False
     reshard: bool = True
+    cuda_graphs: bool = False
 
 
 @dataclass
@@ -159,6 +161,7 @@ class Step:
     rate: Callable[[int], float]
     programs: dict[str, Callable[..., list[Tensor]]] = field(default_factory=dict)
     sums: dict[int, Tensor] = field(default_factory=dict)  # of gradients, flat, by number of the group reduced together
+    runs: dict[str, CudaGraph] = field(default_factory=dict)  # programs that are replayed
     cache: TraceCache | None = None
     recalled: set[str] = field(default_factory=set)  # names of the programs that came from the cache
 
@@ -223,9 +226,8 @@ class Step:
             torch.tensor(float(state.step + 1), device=self.device),
         )
         changed = (*params, *master, *slots, *held, *running)
-        loss, norm, finite, bad, *used = self.programs["step"](
-            *changed, *batches[-1], *scalars, loss, *now, *scale, *self.sums.values()
-        )
+        run = self.runs.get("step", self.programs["step"])
+        loss, norm, finite, bad, *used = run(*changed, *batches[-1], *scalars, loss, *now, *scale, *self.sums.values())
         return state._replace(step=state.step + 1), Metrics(loss, norm, finite, bad, lr, used[0] if used else None)
 
     def gradients(self, state: State, batches: Sequence[Batch], count: float) -> dict[str, DTensor]:
@@ -349,9 +351,8 @@ class Step:
                 flat.zero_()
         running = held
         for batch in batches[:-1]:
-            loss, *running = self.programs["accumulate"](
-                *params, *running, *batch, inverse, key, loss, *scale, *self.sums.values()
-            )
+            run = self.runs.get("accumulate", self.programs["accumulate"])
+            loss, *running = run(*params, *running, *batch, inverse, key, loss, *scale, *self.sums.values())
         return params, held, running, loss, [inverse, key], scale
 
     def _run(self, run: Any, program: str, inputs: Mapping[str, list], buffer: Callable[[int, int], Any]) -> list:
@@ -433,6 +434,8 @@ class Step:
         program = Program(name, module, tuple(collectives_of(module.graph, self.mesh)))
         self.programs[name] = program
         check_collectives([program], self.mesh)
+        if self.config.cuda_graphs and name in ("accumulate", "step"):
+            self.runs[name] = CudaGraph(program)
 
     def _recall(self, name: str, examples: Mapping[str, list[Tensor]]) -> tuple[str | None, GraphModule | None]:
         """Return (key, program from the cache); no program where any rank has none: to trace takes all ranks."""
@@ -563,6 +566,8 @@ def make_step(
         raise ValueError(f"--reduce-dtype {config.reduce_dtype}: use fp32 or compute.")
     loss_scale.check(config.loss_scale, config.loss_scale_window)
     parse_saving(config.recompute, config.activation_budget)
+    if config.cuda_graphs and torch.device(device).type != "cuda":
+        raise ValueError(f"--cuda-graphs: ranks run on {torch.device(device).type}. Leave it out, or run on GPUs.")
     specs = model.specs(model_config)
     params, buffers = model_parameters(specs), model_buffers(specs)
     for leaf in (*params.values(), *buffers.values()):

@@ -50,3 +50,12 @@ def test_nccl_gives_what_gloo_gives(tmp_path: Path, precision: str) -> None:
     status = json.loads((tmp_path / "gpu" / "status.json").read_text())
     assert status["backend"] == "nccl"
     assert status["gpu_memory_used_gb"] > 0
+
+
+@pytest.mark.parametrize(
+    "options", [["--cuda-graphs"], ["--offload", "optimizer"], ["--compile"], ["--recompute", "full"]]
+)
+def test_options_change_no_loss(tmp_path: Path, options: list[str]) -> None:
+    """On one GPU a replayed, offloaded, compiled or recomputed run ends at the plain one's loss."""
+    plain = losses(tmp_path / "plain", "--mesh", "1")
+    assert losses(tmp_path / "other", "--mesh", "1", *options) == pytest.approx(plain, rel=1e-5)

@@ -109,6 +109,7 @@ OPTIONS = {
     "--compile": (None, "compile", True),
     "--no-reshard": (None, "reshard", False),
     "--no-trace-cache": (None, "trace_cache", False),
+    "--cuda-graphs": (None, "cuda_graphs", True),
     "--passes": (None, "passes", True),
     "--eager": (None, "eager", True),
     "--data": ("a.txt", "data", ("a.txt",)),
