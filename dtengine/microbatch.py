@@ -47,6 +47,11 @@ class Order:
     prefetch: int
     reshard: bool
 
+    def buckets(self, names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the positions in ``names`` of the parameters that are gathered together."""
+        groups = [[n for i in group for n in self.parts[i].own] for group in self.gathers]
+        return tuple(tuple(names.index(n) for n in group) for group in groups if group)
+
 
 def make_order(parts: Sequence[Part], parameters: Parameters, bucket_mb: float, prefetch: int, reshard: bool) -> Order:
     """Group parts into buckets of at least ``bucket_mb`` megabytes (2^20 bytes), each of whole parts."""

@@ -369,7 +369,8 @@ def fill_buckets(graph: fx.Graph) -> None:
         pieces = [p for p in node.args[0] if p.meta["val"].numel()]
         made = [_product(p) for p in pieces]
         if (
-            any(p.meta["val"].dim() != 1 or root_of(p) in changed for p in pieces)
+            not pieces
+            or any(p.meta["val"].dim() != 1 or root_of(p) in changed for p in pieces)
             or len({root_of(p) for p in pieces}) < len(pieces)
             or 2 * sum(m is not None for m in made) < len(made)
             or node not in changed  # a bucket is what a collective reduces in place

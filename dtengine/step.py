@@ -26,7 +26,7 @@ from dtengine.executors import EagerExecutor, GraphExecutor
 from dtengine.layout import Plan
 from dtengine.memory import CUDA_ALIGNMENT, MemoryEstimate, bytes_of, estimate, measure_peak
 from dtengine.mesh import Mesh
-from dtengine.microbatch import MB, Microbatch, make_order
+from dtengine.microbatch import Microbatch, make_order
 from dtengine.model import Model, ModelConfig, Param
 from dtengine.model import buffers as model_buffers
 from dtengine.model import parameters as model_parameters
@@ -590,7 +590,7 @@ def make_step(
         config.clip,
         config.norm_order,
         config.loss_scale_window,
-        config.bucket_mb * MB,
+        order.buckets(list(params)),
         config.offload,
     )
     return Step(functions, microbatch, updater, config, rate, cache=cache)

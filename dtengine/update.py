@@ -29,7 +29,7 @@ class Updater:
         clip: largest global gradient norm; 0 clips nothing.
         norm_order: order of that norm: 1, 2 or inf.
         loss_scale_window: good steps in a row after which fp16's loss scale is doubled.
-        bucket_bytes: size that parameters have which are stored, or fetched from the host, together.
+        buckets: positions of parameters that are stored, or fetched from the host, together; in order.
         offload: what lies in host memory: none, optimizer (slots) or parameters (also the shards).
     """
 
@@ -38,7 +38,7 @@ class Updater:
     clip: float
     norm_order: float
     loss_scale_window: int = 2000
-    bucket_bytes: float = 25 * 2**20
+    buckets: tuple[tuple[int, ...], ...] = ()
     offload: str = "none"
 
     def init_slots(self, name: str) -> dict[str, DTensor]:
@@ -104,7 +104,7 @@ class Updater:
         self._optimize(shards, grads, slots, Update(lr, number, skip), fetch_shards=self._shards_on_host(bool(master)))
 
         moves = parameters.moves(plan.optimizer, plan.params)
-        for bucket in self._buckets():
+        for bucket in self.buckets:
             # Cast before the gather: half the bytes.
             device = parameters.device if master else shards[bucket[0]].device
             cast = [shards[i].to(device, parameters.stored_dtype) for i in bucket]
@@ -129,7 +129,7 @@ class Updater:
         """Update shards and slots in place; what lies on the host is fetched and brought back bucket by bucket."""
         parameters, plan = self.parameters, self.parameters.plan
         named = list(parameters.specs.items())
-        for bucket in [list(range(len(shards)))] if self.offload == "none" else self._buckets():
+        for bucket in [range(len(shards))] if self.offload == "none" else self.buckets:
             own_shards, own_slots = [shards[i] for i in bucket], [slots[i] for i in bucket]
             if self.offload != "none":
                 own_slots = [{name: fetch(x, parameters.device) for name, x in own.items()} for own in own_slots]
@@ -146,18 +146,6 @@ class Updater:
                 for name, value in own.items():
                     if value is not slots[i][name]:
                         slots[i][name].copy_(value, non_blocking=True)
-
-    def _buckets(self) -> list[list[int]]:
-        """Group parameters by whole size, which all ranks know."""
-        buckets: list[list[int]] = [[]]
-        filled = 0.0
-        for i, spec in enumerate(self.parameters.specs.values()):
-            buckets[-1].append(i)
-            filled += math.prod(spec.shape) * self.parameters.dtype.itemsize
-            if filled >= self.bucket_bytes:
-                buckets.append([])
-                filled = 0.0
-        return [bucket for bucket in buckets if bucket]
 
     def _agree(self, loss: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return loss, norm and which coordinates had a non-finite loss, summed once over the mesh.

@@ -438,8 +438,8 @@ BLOCKS = 4 * LAYERS  # attention and MLP, forward and backward
         ),
         # gradients once a step, whatever the passes
         ("dp=2", "ddp", True, {"dp": {"all_reduce": PARTS + 1}}),
-        ("dp=2", "zero1", True, {"dp": {"reduce_scatter": PARTS, "all_gather": 1, "all_reduce": 1}}),
-        ("dp=2", "zero2", True, {"dp": {"reduce_scatter": PARTS * PASSES, "all_gather": 1, "all_reduce": 1}}),
+        ("dp=2", "zero1", True, {"dp": {"reduce_scatter": PARTS, "all_gather": PARTS, "all_reduce": 1}}),
+        ("dp=2", "zero2", True, {"dp": {"reduce_scatter": PARTS * PASSES, "all_gather": PARTS, "all_reduce": 1}}),
         # hsdp: replicas sum their gradients once a step
         (
             "rep=2,dp=2",

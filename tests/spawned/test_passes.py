@@ -63,37 +63,49 @@ def run_without(rank: int, options: VerifyOptions) -> dict[str, tuple[bool, floa
             assert isinstance(program, Program)
             program.graph.graph.lint()
         same = all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-        off = max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(expected, got, strict=True) if b.numel())
+        off = max(relative(a, b) for a, b in zip(expected, got, strict=True) if b.numel())
         found[name] = same, off, sorted(sequence_of(whole)) == sorted(sequence_of(step))
     return found
 
 
+def relative(a: Tensor, b: Tensor) -> float:
+    """Largest difference, relative to the tensor; some true gradients are zero, so biases may hold rounding alone."""
+    return (a - b).abs().max().item() / max(b.abs().max().item(), 1e-3)
+
+
 @pytest.mark.parametrize(
-    ("of", "mesh", "plan"), [(L, "dp=2", "ddp"), (L, "dp=2,tp=2", "fsdp"), (G, "tp=2", "zero1"), (L, "1", "ddp")]
+    ("of", "mesh", "plan", "passes"), [(L, "dp=2", "ddp", 2), (L, "dp=2,tp=2", "fsdp", 1), (G, "tp=2", "zero1", 1)]
 )
-def test_a_pass_changes_no_bit(pool: Pool, of: dict[str, Any], mesh: str, plan: str) -> None:
+def test_a_pass_changes_no_bit(pool: Pool, of: dict[str, Any], mesh: str, plan: str, passes: int) -> None:
     """In fp32, with a width at which products are large, a step without one pass gives the same bits as with all; where
     the pass says that it takes sums in another order, the same within fp32's rounding. Collectives stay."""
-    options = case(of, mesh, plan, **FP32, layers=2, embed=96, mlp=160, seq=32)
+    options = case(of, mesh, plan, **{**FP32, "microbatches": passes}, layers=1, embed=96, mlp=160, seq=64)
     for answer in pool.run(num_ranks_of(options), run_without, options):
         for name, (same, off, collectives) in answer.items():
             assert collectives, name
-            assert same if PASSES[name].exact else off < 1e-3, (name, off)
+            assert same if PASSES[name].exact else off < 1e-4, (name, off)
 
 
 def run_effects(rank: int, options: VerifyOptions) -> dict[str, int]:
     """{pass: nodes that it removed or changed}, of a step's graphs."""
     step = step_of(options)
     step.prepare()
-    found = dict.fromkeys(PASSES, 0)
+    whole, found = operators(step), dict.fromkeys(PASSES, 0)
     for effect in step.effects:
         found[effect.name] += abs(effect.before - effect.after)
-    bare = step_of(options, disable_pass=("overlap-collectives", "call-bindings"))
-    bare.prepare()
-    for name, one, two in (("overlap-collectives", step, bare), ("call-bindings", step, bare)):
-        a, b = ([(n.op, str(n.target)) for n in s.programs["step"].graph.graph.nodes] for s in (one, two))  # type: ignore[attr-defined]
-        found[name] += sum(x != y for x, y in zip(a, b, strict=True))
+    for name in PASSES:
+        if not found[name]:  # it puts as many nodes as it takes, or moves them
+            other = step_of(options, disable_pass=(name,))
+            other.prepare()
+            found[name] = int(operators(other) != whole)
     return found
+
+
+def operators(step: Step) -> list[tuple[str, str]]:
+    """What a step's program runs, in order."""
+    program = step.programs["step"]
+    assert isinstance(program, Program)
+    return [(n.op, str(n.target)) for n in program.graph.graph.nodes]
 
 
 def test_every_pass_does_something(pool: Pool) -> None:
@@ -132,11 +144,10 @@ def run_recompute(rank: int, options: VerifyOptions) -> list[tuple[bool, int]]:
     return found
 
 
-@pytest.mark.parametrize("mesh", ["1", "tp=2", "dp=2", "dp=2,tp=2"])
-@pytest.mark.parametrize("of", [G, L], ids=["G", "L"])
+@pytest.mark.parametrize(("of", "mesh"), [(G, "1"), (G, "tp=2"), (L, "dp=2"), (L, "dp=2,tp=2")])
 def test_c08_recompute_is_bit_neutral(pool: Pool, of: dict[str, Any], mesh: str) -> None:
     """C08: with dropout 0.1, recomputing all, some or every second block gives the same bits, and holds less."""
-    options = case(of, mesh, **FP32, dropout=0.1, layers=6, bucket_mb=0.0)
+    options = case(of, mesh, **{**FP32, "microbatches": 1}, dropout=0.1, layers=4, bucket_mb=0.0)
     for answer in pool.run(num_ranks_of(options), run_recompute, options):
         assert all(same for same, _ in answer)
         none, selective, full, every, some, little = (activations for _, activations in answer)
