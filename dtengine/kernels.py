@@ -178,10 +178,10 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         unit, scale, weight = ctx.saved_tensors
         toward, gain = wide(grad), weight.to(unit.dtype)
-        along = (toward * unit).flatten(0, -2)
-        of_weight = along.sum(0)
-        mean = torch.mv(along, gain * (1.0 / gain.shape[0])).view(scale.shape)
-        of_x = torch.addcmul(toward * gain, unit, mean, value=-1) * scale
+        of_weight = (toward * unit).flatten(0, -2).sum(0)
+        toward = toward * gain
+        # No product of a library here: its last bits may depend on where memory lies, and replicas would drift apart.
+        of_x = torch.addcmul(toward, unit, (toward * unit).mean(-1, keepdim=True), value=-1) * scale
         return of_x.to(grad.dtype), of_weight.to(weight.dtype), None
 
 

@@ -501,7 +501,7 @@ def test_program_holds_no_batch_and_no_generator(pool: Pool, mesh: str, model: s
     )
     batch_sizes = {n * k for n in (microbatch, 2 * microbatch, 4 * microbatch) for k in (1, seq, 7, 6)}
     for programs in pool.run(num_ranks_of(options), run_graphs, options):
-        assert [name.split()[0] for name, _, _ in programs] == ["accumulate", "update", "evaluate"]
+        assert [name.split()[0] for name, _, _ in programs] == ["accumulate", "step", "evaluate"]
         for name, operators, constants in programs:
             assert operators
             assert [target for target, draws in operators if draws] == [], name
