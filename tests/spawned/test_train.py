@@ -580,7 +580,7 @@ def mistakes(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--model broken.py:MODEL", ["--model broken.py:MODEL", "No module named 'there_is_no_such_module'"]),
         ("--size gpt9", ["--size gpt9: llama has no such size", "llama3-8b"]),
         ("--plan zero9", ["'zero9'", "--plan", "'ddp', 'zero1', 'zero2', 'fsdp'"]),
-        ("--optimizer lion", ["'lion'", "--optimizer", "'adamw', 'sgd'"]),
+        ("--optimizer adamx", ["'lion'", "--optimizer", "'adamw', 'sgd'"]),
         ("--global-batch 9 --microbatch 2 --microbatches 3", ["--global-batch 9 --microbatch 2 --microbatches 3: 1 data"]),
         ("--global-batch 0", ["--global-batch 0"]),
         ("--microbatch -1", ["--microbatch -1"]),
