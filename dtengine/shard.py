@@ -79,14 +79,17 @@ def redistribute(tensors: Sequence[Tensor], moves: Sequence[Move], mesh: Mesh) -
             i for i, m in enumerate(moves) if isinstance(now[i][axis], Partial) and isinstance(m.target[axis], Shard)
         ]
         _apply(_reduce_scatter, chosen, local, now, moves, mesh, axis)
-    summed: dict[tuple[int, ...], list[int]] = {}
+    # What is whole on some axis is not summed with what is split there: uneven pieces would shift the chunks in which
+    # a sum over many ranks is taken, and replicas would differ in the last bit.
+    summed: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
     for i, move in enumerate(moves):
         axes = tuple(
             a for a, p in enumerate(now[i]) if isinstance(p, Partial) and not isinstance(move.target[a], Partial)
         )
         if axes:
-            summed.setdefault(axes, []).append(i)
-    for axes, chosen in summed.items():
+            split = tuple(a for a, p in enumerate(now[i]) if isinstance(p, Shard))
+            summed.setdefault((axes, split), []).append(i)
+    for (axes, _), chosen in summed.items():
         _all_reduce(chosen, axes, local, mesh)
         for i in chosen:
             for a in axes:
