@@ -30,7 +30,8 @@ from dtengine.mesh import build_mesh
 from dtengine.model import ModelConfig, configure, load_model
 from dtengine.optim import adamw
 from dtengine.shard import gather
-from dtengine.step import StepConfig, init_state, make_step
+from dtengine.state import StepConfig
+from dtengine.step import init_state, make_step
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 BUCKETS = ({"bucket_mb": 25}, {"bucket_mb": 5}, {"bucket_mb": 100})  # DDP's default first

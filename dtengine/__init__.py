@@ -24,7 +24,8 @@ from dtengine.program import Program  # noqa: E402
 from dtengine.ranks import launcher_environment, process_group  # noqa: E402
 from dtengine.rates import LearningRate  # noqa: E402
 from dtengine.shard import gather  # noqa: E402
-from dtengine.step import Metrics, State, Step, StepConfig, init_state, make_step  # noqa: E402
+from dtengine.state import Metrics, State, StepConfig  # noqa: E402
+from dtengine.step import Step, init_state, make_step  # noqa: E402
 
 if collecting:
     gc.enable()

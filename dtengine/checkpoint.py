@@ -31,7 +31,7 @@ from dtengine.mesh import Mesh
 from dtengine.model import Param
 from dtengine.optimizer import Optimizer
 from dtengine.shard import bounds_of
-from dtengine.step import State
+from dtengine.state import State
 from dtengine.torch_private import all_gather_flat
 
 FORMAT = 1

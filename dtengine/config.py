@@ -24,7 +24,7 @@ from dtengine.mesh import parse_mesh
 from dtengine.model import Model, ModelConfig, buffers, configure, load_model, parameters
 from dtengine.passes import PASSES
 from dtengine.recompute import parse_saving
-from dtengine.step import StepConfig
+from dtengine.state import StepConfig
 
 
 @dataclass(frozen=True)

@@ -13,33 +13,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
+from dtengine.nodes import is_collective, order_of_changes, root_of
 from dtengine.parts import Live, Part, PartFunctions
-from dtengine.passes import (
-    BACKWARD,
-    FORWARD,
-    Effect,
-    alias_of,
-    is_collective,
-    is_mutable,
-    order_of_changes,
-    phase_of,
-    root_of,
-    run_passes,
-)
+from dtengine.passes import Effect, run_passes
 from dtengine.recompute import Saving, saved_nodes
-from dtengine.torch_private import (
-    ALL_REDUCE,
-    IN_PLACE_ALL_REDUCE,
-    WAIT,
-    FakeTensorMode,
-    inductor,
-    make_fx,
-    onednn_matmul,
-    opaque_onednn_matmul,
-)
+from dtengine.torch_private import WAIT, FakeTensorMode
+from dtengine.traces import LocalFunction, Traced, closure, compile_region, trace
 
 Value = Any  # a node of the step's graph, or a tensor
-LocalFunction = Callable[..., list[Tensor]]
 Agree = Callable[[list[bool]], list[bool]]
 
 
@@ -130,27 +111,6 @@ class EagerExecutor:
 # --- recorded into one graph ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Traced:
-    """A function's own graph, ready to be copied into others.
-
-    Attributes:
-        name: for reports.
-        module: holds its constants.
-        inputs: its placeholders.
-        outputs: what it returns, in order.
-        forward: nodes of the forward, in order (all of them where there is no backward).
-        backward: nodes of the backward, in order.
-    """
-
-    name: str
-    module: fx.GraphModule
-    inputs: list[fx.Node]
-    outputs: list[Any]
-    forward: list[fx.Node]
-    backward: list[fx.Node]
-
-
 Env = dict[fx.Node, fx.Node]
 
 
@@ -181,6 +141,7 @@ class GraphExecutor:
     graph: fx.Graph = field(default_factory=fx.Graph)
     constants: dict[int, str] = field(default_factory=dict)
     regions: dict[tuple, torch.nn.Module] = field(default_factory=dict)
+    repeats: dict[tuple, tuple[set[fx.Node], list[fx.Node]]] = field(default_factory=dict)
     none_grads: dict[tuple, list[bool]] = field(default_factory=dict)
 
     def begin(self) -> None:
@@ -256,10 +217,11 @@ class GraphExecutor:
         outputs = traced.outputs[: part.num_outputs]
         if self.compile:
             wanted = [*outputs, *self._keep(part, traced, regathered=True, views=False)]
-            needed = _closure(wanted, set())
-            self._emit_compiled(traced, "forward", [n for n in traced.forward if n in needed], env, wanted)
+            needed = closure(wanted, set())
+            nodes = [n for n in traced.forward if n in needed]
+            self._emit_compiled(traced, nodes, env, wanted, f"forward {part.name}")
         elif self.saving.recomputes(part):
-            needed = _closure(outputs, set())
+            needed = closure(outputs, set())
             self._emit([n for n in traced.forward if n in needed], env, f"forward {part.name}")
         else:
             self._emit(traced.forward, env, f"forward {part.name}")
@@ -278,7 +240,7 @@ class GraphExecutor:
             env, again = self._restore(part, traced, before, params, regathered=self.compile or list(params) != then)
         env[traced.inputs[-1]] = grad
         if self.compile:
-            self._emit_compiled(traced, "backward", [*again, *traced.backward], env, results)
+            self._emit_compiled(traced, [*again, *traced.backward], env, results, f"backward {part.name}")
         else:
             self._emit(again, env, f"again {part.name}")
             self._emit(traced.backward, env, f"backward {part.name}")
@@ -295,20 +257,24 @@ class GraphExecutor:
         """Return what the backward of a part may read, and the nodes of the forward that it computes again."""
         num = len(part.names)
         inputs = traced.inputs[:-1]
+        key = (id(traced), regathered, self.saving.recomputes(part))
+        if key not in self.repeats:  # the same for parts that are alike, and the flags below cost a collective
+            keep = self._keep(part, traced, regathered=regathered, views=not self.compile)
+            known = keep | set(inputs)
+            needed = closure([n for n in traced.read_by_backward if n not in keep], known)
+            collectives = [n for n in traced.forward if is_collective(n)]
+            if collectives:  # all ranks repeat the same ones, also those whose shards are empty
+                flags = self.agree([n in needed for n in collectives])
+                needed |= closure([n for n, flag in zip(collectives, flags, strict=True) if flag], known)
+            self.repeats[key] = keep, [n for n in traced.forward if n in needed and n not in keep]
+        keep, again = self.repeats[key]
         env: Env = dict(zip(inputs[:num], params, strict=True))
-        env |= {n: before[n] for n in inputs[num:]}
-        keep = self._keep(part, traced, regathered=regathered, views=not self.compile)
-        env |= {n: before[n] for n in keep if n in before}
-        needed = _closure([n for n in _read_by_backward(traced) if n not in env], set(env))
-        collectives = [n for n in traced.forward if is_collective(n)]
-        if collectives:  # all ranks repeat the same ones, also those whose shards are empty
-            flags = self.agree([n in needed for n in collectives])
-            needed |= _closure([n for n, flag in zip(collectives, flags, strict=True) if flag], set(env))
-        return env, [n for n in traced.forward if n in needed and n not in env]
+        env |= {n: before[n] for n in (*inputs[num:], *keep) if n in before}
+        return env, again
 
     def _keep(self, part: Part, traced: Traced, *, regathered: bool, views: bool) -> set[fx.Node]:
         """Return the nodes of a part's forward whose values its backward finds as they were."""
-        own, wanted = set(traced.inputs[: len(part.names)]), _read_by_backward(traced)
+        own, wanted = set(traced.inputs[: len(part.names)]), traced.read_by_backward
         saving = self.saving if self.saving.recomputes(part) else None
         keep = saved_nodes(traced.forward, wanted, own, saving, regathered)
         if views:
@@ -318,14 +284,12 @@ class GraphExecutor:
 
     def _joint(self, part: Part, inputs: Sequence[fx.Node]) -> Traced:
         """Trace forward and backward of a kind of part together."""
-        boundary: list[int] = []
 
         def joint(*tensors: Tensor) -> list[Tensor]:
             *rest, grad = tensors
             with torch.enable_grad():
                 live = self.functions.forward(part, *self._unpack(part, rest), train=True)
                 outputs = [t.detach() for t in live.outputs]
-                boundary.append(len(outputs))
                 of_x, grads = self.functions.backward(part, live, grad)
             self.none_grads[part.kind] = [g is None for g in grads]
             return [*outputs, *([] if of_x is None else [of_x]), *(g for g in grads if g is not None)]
@@ -370,31 +334,9 @@ class GraphExecutor:
         whole = (key, tuple((tuple(t.shape), t.stride(), t.dtype) for t in examples))
         if whole in self.traces:
             return self.traces[whole]
-        name = name or str(key[0])
-        with self.mode:
-            fakes = [self._fake(t) for t in examples]
-            module = make_fx(function)(*fakes)
-        graph = module.graph
-        if num_forward is not None:
-            _mark_phases(graph, num_forward)
-        self.effects += run_passes(graph, name, "part", self.disabled)
-        graph.lint()
-        nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
-        (output,) = (n for n in graph.nodes if n.op == "output")
-        traced = Traced(
-            name,
-            module,
-            [n for n in graph.nodes if n.op == "placeholder"],
-            list(output.args[0]),
-            [n for n in nodes if phase_of(n) == FORWARD],
-            [n for n in nodes if phase_of(n) == BACKWARD],
-        )
-        for node in nodes:
-            node.meta["alias"] = alias_of(node)
-        for node in traced.forward:
-            if is_mutable(node):
-                for target in {root_of(a) for a in node.all_input_nodes}:
-                    target.meta.setdefault("changed_by", []).append(node)
+        fakes = [self._fake(t) for t in examples]
+        traced, effects = trace(name or str(key[0]), function, fakes, self.mode, num_forward, self.disabled)
+        self.effects += effects
         self.traces[whole] = traced
         return traced
 
@@ -415,12 +357,13 @@ class GraphExecutor:
             env[node] = new
 
     def _emit_compiled(
-        self, traced: Traced, phase: str, nodes: Sequence[fx.Node], env: Env, wanted: Sequence[fx.Node]
+        self, traced: Traced, nodes: Sequence[fx.Node], env: Env, wanted: Sequence[fx.Node], of: str
     ) -> None:
         """Put nodes into the graph as one call of what Inductor makes of them; compiled once for parts that are alike."""
         inside = set(nodes)
         results = list(dict.fromkeys(n for n in wanted if n in inside))
         inputs = list(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside))
+        phase = of.partition(" ")[0]
         key = (id(traced), phase, tuple(n.name for n in (*results, *inputs)))
         if key not in self.regions:
             self.regions[key] = compile_region(traced.module, nodes, inputs, results)
@@ -428,10 +371,10 @@ class GraphExecutor:
         self.root.add_module(name, self.regions[key])
         call = self.graph.call_module(name, tuple(env[n] for n in inputs))
         call.meta["val"] = [n.meta["val"] for n in results]
-        call.meta["inside"] = list(nodes)
+        call.meta.update(inside=list(nodes), of=of)
         for index, node in enumerate(results):
             got = self.graph.call_function(operator.getitem, (call, index))
-            got.meta.update(node.meta, root=got)
+            got.meta.update(node.meta, root=got, of=of)
             env[node] = got
 
     def _constant(self, node: fx.Node) -> fx.Node:
@@ -443,62 +386,3 @@ class GraphExecutor:
         new = self.graph.get_attr(name)
         new.meta.update(node.meta)
         return new
-
-
-def _read_by_backward(traced: Traced) -> set[fx.Node]:
-    """Return the nodes of the forward that the backward reads, inputs aside."""
-    return {a for n in traced.backward for a in n.all_input_nodes if phase_of(a) == FORWARD and a.op != "placeholder"}
-
-
-class _Region(torch.nn.Module):
-    """A compiled piece of a graph."""
-
-    def __init__(self, compiled: Callable[..., Any]) -> None:
-        super().__init__()
-        self.compiled = compiled
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return self.compiled(*inputs)
-
-
-def compile_region(
-    module: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], results: Sequence[fx.Node]
-) -> torch.nn.Module:
-    """Compile nodes of a graph by Inductor, as a function from ``inputs`` to ``results``."""
-    graph = fx.Graph()
-    env: Env = {}
-    for node in inputs:
-        env[node] = graph.placeholder(node.name)
-        env[node].meta["val"] = node.meta["val"]
-    for node in nodes:
-        env[node] = graph.node_copy(node, env.__getitem__)
-        if node.target is onednn_matmul:
-            env[node].target, env[node].args = opaque_onednn_matmul, env[node].args[:2]
-        elif node.target is IN_PLACE_ALL_REDUCE:  # Inductor takes the one that is not in place, and makes it so again
-            env[node].target = ALL_REDUCE
-    graph.output([env[n] for n in results])
-    return _Region(inductor(fx.GraphModule(module, graph), [n.meta["val"] for n in inputs]))
-
-
-def _closure(nodes: Sequence[fx.Node], known: set[fx.Node]) -> set[fx.Node]:
-    """Return nodes and all they depend on, as far as it is not known; what changes a needed value in place included."""
-    found: set[fx.Node] = set()
-    todo = list(nodes)
-    while todo:
-        one = todo.pop()
-        if one in known or one in found or one.op == "placeholder":
-            continue
-        found.add(one)
-        todo += [*one.all_input_nodes, *one.meta.get("changed_by", ())]
-    return found
-
-
-def _mark_phases(graph: fx.Graph, num_forward: int) -> None:
-    """Mark what belongs to the forward: all up to the last of its outputs."""
-    (output,) = (n for n in graph.nodes if n.op == "output")
-    ends = set(output.args[0][:num_forward])
-    phase = BACKWARD
-    for node in reversed(graph.nodes):
-        if node in ends:
-            phase = FORWARD
-        node.meta["phase"] = FORWARD if node.op == "placeholder" else phase

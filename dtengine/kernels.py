@@ -180,8 +180,7 @@ class _RmsNorm(torch.autograd.Function):
         toward, gain = wide(grad), weight.to(unit.dtype)
         of_weight = (toward * unit).flatten(0, -2).sum(0)
         toward = toward * gain
-        # No product of a library here: its last bits may depend on where memory lies, and replicas would drift apart.
-        of_x = (toward - unit * (toward * unit).mean(-1, keepdim=True)) * scale
+        of_x = torch.addcmul(toward, unit, (toward * unit).mean(-1, keepdim=True), value=-1) * scale
         return of_x.to(grad.dtype), of_weight.to(weight.dtype), None
 
 

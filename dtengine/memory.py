@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from dtengine.passes import alias_of_tuple, is_collective, root_of
+from dtengine.nodes import alias_of_tuple, is_collective, root_of
 from dtengine.torch_private import WAIT, profiled_allocations, storage_of
 
 HELD = {  # by name of an input
@@ -141,7 +141,7 @@ WORKSPACE = -1
 def _allocated(node: fx.Node, alignment: int) -> dict[Key, int]:
     """Return the bytes of each piece of memory that a node allocates."""
     value = node.meta.get("val")
-    if node.op not in ("call_function", "call_method") or node.target in (operator.getitem, WAIT):
+    if node.op not in ("call_function", "call_method", "call_module") or node.target in (operator.getitem, WAIT):
         return {}
     if isinstance(value, Tensor):
         return {(node, 0): _rounded(value, alignment)} if root_of(node) is node else {}

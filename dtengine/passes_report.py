@@ -19,7 +19,8 @@ from dtengine.job import Job
 from dtengine.mesh import build_mesh
 from dtengine.passes import PASSES
 from dtengine.screens import bytes_text
-from dtengine.step import State, Step, init_state, make_step
+from dtengine.state import State
+from dtengine.step import Step, init_state, make_step
 
 ROUNDS = 9
 

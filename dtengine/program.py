@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from dtengine.mesh import Mesh
-from dtengine.passes import is_collective
+from dtengine.nodes import is_collective
 from dtengine.torch_private import all_gather_flat, schema_of
 
 _OPERATIONS = {

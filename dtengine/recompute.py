@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
+from dtengine.nodes import is_collective, is_mutable, root_of
 from dtengine.parts import Part
-from dtengine.passes import is_collective, is_mutable, root_of
 from dtengine.torch_private import WAIT, onednn_matmul
 
 aten = torch.ops.aten
@@ -101,33 +101,26 @@ def _is_dear(node: fx.Node) -> bool:
         return _is_dear(node.args[0])  # type: ignore[arg-type]
     name = str(node.target)
     products = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default, onednn_matmul)
-    return (
-        node.target in products
-        or "attention" in name
-        or is_collective(node)
-        or node.target is WAIT
-        or (
-            any(is_collective(user) for user in node.users)  # its memory becomes the collective's result
-        )
-    )
+    # The operand of a collective in place becomes its result.
+    sent = is_collective(node) or any(is_collective(user) for user in node.users)
+    return node.target in products or "attention" in name or sent or node.target is WAIT
 
 
 def _within_budget(forward: Sequence[fx.Node], wanted: set[fx.Node], budget: float) -> set[fx.Node]:
     """Drop saved values, cheapest work for their bytes first, until the rest is within the budget."""
-    roots = {root_of(n) for n in wanted if n.op == "call_function" or root_of(n).op == "call_function"}
-    roots = {r for r in roots if r.op == "call_function"}
+    roots = {r for r in map(root_of, wanted) if r.op == "call_function"}
     kept = set(roots)
     sizes = {r: _bytes(r) for r in roots}
     target = budget * sum(sizes.values())
     while kept and sum(sizes[r] for r in kept) > target:
-        prices = {r: _price(r, kept - {r}, forward) / max(sizes[r], 1) for r in kept if sizes[r]}
+        prices = {r: _price(r, kept - {r}) / max(sizes[r], 1) for r in kept if sizes[r]}
         if not prices:
             break
         kept.remove(min(prices, key=lambda r: (prices[r], r.name)))
     return {n for n in forward if root_of(n) in kept}
 
 
-def _price(root: fx.Node, kept: Iterable[fx.Node], forward: Sequence[fx.Node]) -> float:
+def _price(root: fx.Node, kept: Iterable[fx.Node]) -> float:
     """Return the work of computing a value again from what is kept, in bytes moved."""
     known, todo, seen, price = set(kept), [root], set(), 0.0
     while todo:

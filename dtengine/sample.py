@@ -11,7 +11,7 @@ from dtengine.mesh import Mesh
 from dtengine.model import forward
 from dtengine.ops import Ops
 from dtengine.shard import gather
-from dtengine.step import State
+from dtengine.state import State
 
 LARGEST_BYTES = 4 << 30  # parameters above this are not gathered to one rank for a sample
 

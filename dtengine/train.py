@@ -27,7 +27,8 @@ from dtengine.logs import start_logging
 from dtengine.mesh import Mesh, build_mesh, check_world, num_ranks, parse_mesh
 from dtengine.passes_report import report_passes
 from dtengine.sample import sample_text
-from dtengine.step import Metrics, State, Step, init_state, make_step
+from dtengine.state import Metrics, State
+from dtengine.step import Step, init_state, make_step
 from dtengine.torch_private import all_gather_flat, preload
 from dtengine.trace_cache import TraceCache, cache_folder
 from dtengine.watch import Watch

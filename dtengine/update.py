@@ -95,9 +95,8 @@ class Updater:
 
         if self.clip:
             factor = torch.where(finite, self.clip / norm.clamp(min=self.clip), 0.0)
-            scale_(
-                grads, factor
-            )  # each has memory of its own, or is of an accumulation buffer, zeroed before its next use
+            # In place: each has memory of its own, or is of an accumulation buffer, which is zeroed before its next use.
+            scale_(grads, factor)
 
         skip = 1.0 - finite.to(torch.float32)
         shards = master or redistribute(params, parameters.moves(plan.params, plan.optimizer), mesh)

@@ -18,7 +18,7 @@ from torch import fx
 
 import dtengine as dt
 from dtengine.describe import Undescribable, digest
-from dtengine.passes import root_of
+from dtengine.nodes import root_of
 from dtengine.program import collectives_of
 from dtengine.program_text import decode, encode
 from dtengine.torch_private import FakeTensorMode, fake_process_group, storage_of

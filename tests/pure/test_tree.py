@@ -36,7 +36,9 @@ LEVELS = {
     # tensors on a mesh, and what a run shows
     "data": 2,
     "monitor": 2,
+    "nodes": 1,
     "passes": 2,
+    "state": 1,
     "shard": 2,
     "ops": 3,
     "program": 3,
@@ -53,6 +55,7 @@ LEVELS = {
     "update": 6,
     "muon": 7,
     "recompute": 7,
+    "traces": 3,
     "executors": 8,
     "optim": 8,
     "microbatch": 9,

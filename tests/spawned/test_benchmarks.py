@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.rows import ROWS, TOLERANCE
-from dtengine.step import StepConfig
+from dtengine.state import StepConfig
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--widths", "32", "--layers", "1"]

@@ -39,7 +39,8 @@ from dtengine.optim import adamw, sgd
 from dtengine.parameters import init_param
 from dtengine.program import check_collectives
 from dtengine.shard import Move, gather, redistribute, take, wrap
-from dtengine.step import State, init_state, make_step
+from dtengine.state import State
+from dtengine.step import init_state, make_step
 from dtengine.torch_private import all_reduce
 from dtengine.verify import (
     Trained,

@@ -20,7 +20,8 @@ from dtengine.mesh import build_mesh
 from dtengine.model import forward
 from dtengine.models import mlp
 from dtengine.shard import gather
-from dtengine.step import State, init_state, make_step
+from dtengine.state import State
+from dtengine.step import init_state, make_step
 from dtengine.verify import random_batch, train_one_device
 
 if TYPE_CHECKING:

@@ -28,7 +28,8 @@ from dtengine.ops import Ops
 from dtengine.optim import adamw
 from dtengine.program import Program
 from dtengine.shard import gather
-from dtengine.step import State, Step, init_state, make_step
+from dtengine.state import State
+from dtengine.step import Step, init_state, make_step
 from dtengine.train import NonFinite, stop_if_not_finite
 from dtengine.verify import VerifyOptions, random_batch, tolerance_of, train_one_device
 
