@@ -3,6 +3,7 @@
 import gc
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
@@ -110,11 +111,13 @@ def inductor(module: fx.GraphModule, examples: list[Tensor]) -> Callable[..., li
 
     Inductor's caches on disk are pickles, so they stay off.
     """
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Inductor's own, of other parts of torch
+        from torch._inductor import config
+        from torch._inductor.compile_fx import compile_fx
 
-    with config.patch(force_disable_caches=True):
-        return compile_fx(module, examples)  # type: ignore[return-value,arg-type]
+        with config.patch(force_disable_caches=True):
+            return compile_fx(module, examples)  # type: ignore[return-value,arg-type]
 
 
 def flat_group(mesh: DeviceMesh, names: tuple[str, ...]) -> ProcessGroup:

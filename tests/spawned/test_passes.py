@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from test_cases import G, L, case
-from test_equivalence import batches_of, num_ranks_of, setup_of
+from test_equivalence import batches_of, check_equal, num_ranks_of, setup_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -117,6 +117,11 @@ def test_every_pass_does_something(pool: Pool) -> None:
             answer = pool.run(2, run_effects, replace(options, batch=replace(options.batch, microbatches=passes)))[0]
             total = {name: total[name] + answer[name] for name in PASSES}
     assert [name for name, changed in total.items() if not changed] == []
+
+
+def test_compiled_parts_are_exact(pool: Pool) -> None:
+    """Forward and backward of each kind of part, compiled by Inductor with the collectives in them, equal one device."""
+    check_equal(pool, case(L, "tp=2", "ddp", sp=False, layers=1, microbatches=2, compile=True))
 
 
 # --- recompute ------------------------------------------------------------------------------------------------------

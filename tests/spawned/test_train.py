@@ -31,6 +31,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from dtengine import checkpoint, config
 from dtengine.mesh import build_mesh
 from dtengine.monitor import STATUS_FIELDS, TAGS
+from dtengine.passes import PASSES
 from dtengine.rates import LearningRate
 from dtengine.step import init_state, make_step
 
@@ -611,6 +612,15 @@ def test_mistake_is_one_message(warm: WarmCommands, mistakes: Path, arguments: s
         assert set(mistakes.rglob("*")) == before
     finally:
         shutil.rmtree(mistakes / "run", ignore_errors=True)
+
+
+def test_passes_are_reported_and_nothing_is_written(text: Path, tmp_path: Path) -> None:
+    """--passes prints what each pass does to the run's own step, exits 0, and leaves no folder."""
+    done = run(TRAIN, f"{SIZES} --mesh 2 --data {text} --run-dir run --passes", tmp_path)
+    assert (done.code, done.err) == (0, "")
+    assert [name for name in PASSES if name not in done.out] == []
+    assert "A step with all of them takes" in done.out
+    assert not (tmp_path / "run").exists()
 
 
 def test_resume_without_a_folder(warm: WarmCommands, tmp_path: Path) -> None:
