@@ -260,6 +260,8 @@ class GraphExecutor:
         key = (id(traced), regathered, self.saving.recomputes(part))
         if key not in self.repeats:  # the same for parts that are alike, and the flags below cost a collective
             keep = self._keep(part, traced, regathered=regathered, views=not self.compile)
+            if self.saving.recomputes(part) and not self.compile:  # the forward put no more than its outputs need
+                keep &= closure(traced.outputs[: part.num_outputs], set())
             known = keep | set(inputs)
             needed = closure([n for n in traced.read_by_backward if n not in keep], known)
             collectives = [n for n in traced.forward if is_collective(n)]
@@ -269,7 +271,7 @@ class GraphExecutor:
             self.repeats[key] = keep, [n for n in traced.forward if n in needed and n not in keep]
         keep, again = self.repeats[key]
         env: Env = dict(zip(inputs[:num], params, strict=True))
-        env |= {n: before[n] for n in (*inputs[num:], *keep) if n in before}
+        env |= {n: before[n] for n in (*inputs[num:], *keep)}
         return env, again
 
     def _keep(self, part: Part, traced: Traced, *, regathered: bool, views: bool) -> set[fx.Node]:
