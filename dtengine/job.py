@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from dtengine import checkpoint, config, monitor
-from dtengine.config import Setup, TrainOptions
+from dtengine.config import Setup
 from dtengine.corpus import Corpus, load_corpus
 from dtengine.model import buffers, parameters
+from dtengine.options import TrainOptions, from_json, parse, to_json
 from dtengine.rates import LearningRate, scale_peak
 
 # The default run: what two cores learn in about two minutes.
@@ -61,7 +62,7 @@ def read_options(arguments: Sequence[str]) -> tuple[TrainOptions, str]:
     Returns:
         (options, what differs from the resumed run in words).
     """
-    options = config.parse(TrainOptions, "train", arguments)
+    options = parse(TrainOptions, "train", arguments)
     if not options.run.resume:
         return options, ""
     if options.run.run_dir is None:
@@ -70,10 +71,10 @@ def read_options(arguments: Sequence[str]) -> tuple[TrainOptions, str]:
     if not stored_path.exists():
         return options, ""
     try:
-        stored = config.from_json(stored_path.read_text())
+        stored = from_json(stored_path.read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"--run-dir {options.run.run_dir}: {stored_path} cannot be read: {error}") from error
-    options = config.parse(TrainOptions, "train", arguments, default=stored)
+    options = parse(TrainOptions, "train", arguments, default=stored)
     before, now = asdict(stored), asdict(_absolute(options))
     changed = [
         f"--{key.replace('_', '-')} {before[group][key]} to {value}"
@@ -222,6 +223,6 @@ def open_folder(job: Job) -> None:
     except FileExistsError:
         if not job.options.run.resume:
             raise ValueError(f"--run-dir {job.folder}: another run has just taken it. Name another folder.") from None
-    monitor.write_atomically(path, config.to_json(stored))
+    monitor.write_atomically(path, to_json(stored))
     for damaged in job.damaged:
         damaged.rename(damaged.with_name(f"damaged-{damaged.name}-{time.time_ns()}"))

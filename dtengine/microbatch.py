@@ -238,8 +238,8 @@ class Microbatch:
         """Yield (index, parameters) of parts in backward order; what was dropped is gathered again.
 
         The last group is still there when its backward begins, and with prefetch so are the last blocks: they would be
-        gathered while the head computes. Embedding and head keep theirs: the embedding's backward
-        reads none, the head's follows at once, and a tied table is gathered once.
+        gathered while the head computes. Embedding and head keep theirs: the embedding's backward reads none, the head's
+        follows at once, and a tied table is gathered once.
         """
         order = self.order
         blocks = [[i for i in group if order.parts[i].role == "block"] for group in order.gathers]
@@ -388,7 +388,7 @@ class Microbatch:
     def buffer(self, names: Sequence[str], sources: Sequence[Sequence[Placements]]) -> Buffer:
         """Lay a group's accumulation buffer out; what is reduced together stands together."""
         laid = [(n, self._held(n, self._source(n, found))) for n, found in zip(names, sources, strict=True)]
-        laid.sort(key=lambda pair: str(pair[1]))
+        laid.sort(key=lambda pair: [type(p).__name__ for p in pair[1]])
         shapes = tuple(tuple(self.parameters.empty(n, p).shape) for n, p in laid)
         return Buffer(tuple(n for n, _ in laid), shapes)
 

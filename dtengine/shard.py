@@ -66,9 +66,9 @@ def redistribute(tensors: Sequence[Tensor], moves: Sequence[Move], mesh: Mesh) -
         Local shards in the target layouts. A tensor that needs no move is returned as it is.
 
     Collectives:
-        For each mesh axis at most one reduce-scatter and one all-gather, and for each set of mesh axes one
-        all-reduce, whatever the number of tensors (of one dtype). Where a mesh axis is to split another dim than before,
-        an all-to-all over it instead of a gather, at most two.
+        For each mesh axis at most one reduce-scatter and one all-gather, and for each set of mesh axes to sum over and
+        set that splits the tensors one all-reduce, whatever the number of tensors (of one dtype). Where a mesh axis is to
+        split another dim than before, an all-to-all over it instead of a gather, at most two.
     """
     # 1. sums that leave a shard; 2. sums that leave the whole; 3. exchanges of one dim for another, outer axes first for
     # splits that are added; 4. gathers, inner axes first, and exchanges that waited for them; 5. local slices

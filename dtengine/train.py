@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from dtengine import checkpoint, config, launch, loss_scale, monitor, random, ranks
-from dtengine.config import TrainOptions, fail
+from dtengine import checkpoint, launch, loss_scale, monitor, random, ranks
 from dtengine.data import Loader, heldout_batches, pin, token_checksum, train_batches
 from dtengine.explain import explain
 from dtengine.job import Job, consumed, facts, is_finished, open_folder, prepare, read_options
 from dtengine.layout import Plan
 from dtengine.logs import start_logging
 from dtengine.mesh import Mesh, build_mesh, check_world, num_ranks, parse_mesh
+from dtengine.options import TrainOptions, fail, to_json
 from dtengine.passes_report import report_passes
 from dtengine.sample import sample_text
 from dtengine.state import Metrics, State
@@ -128,7 +128,7 @@ def mark_failed(folder: Path, error: str) -> None:
 
 def digest(options: TrainOptions) -> str:
     """Return a short hash of options, to see whether ranks have the same."""
-    return f"{random.key(config.to_json(options)) & 0xFFFFFFFF:08x}"
+    return f"{random.key(to_json(options)) & 0xFFFFFFFF:08x}"
 
 
 class NonFinite(RuntimeError):

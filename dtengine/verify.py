@@ -26,21 +26,12 @@ from tyro.conf import OmitArgPrefixes
 
 from dtengine import launch, optim, random, ranks
 from dtengine.checkpoint import replicas_equal
-from dtengine.config import (
-    BatchOptions,
-    MeshOptions,
-    ModelOptions,
-    OptimizerOptions,
-    ProgramOptions,
-    Setup,
-    fail,
-    parse,
-    resolve,
-)
+from dtengine.config import Setup, resolve
 from dtengine.data import IGNORE, Batch, rows_of
 from dtengine.mesh import Mesh, build_mesh
 from dtengine.model import buffers, forward_with_buffers, parameters
 from dtengine.ops import Ops
+from dtengine.options import BatchOptions, MeshOptions, ModelOptions, OptimizerOptions, ProgramOptions, fail, parse
 from dtengine.parameters import COMPUTE_DTYPES, init_param
 from dtengine.shard import gather
 from dtengine.step import init_state, make_step

@@ -9,11 +9,11 @@ import torch
 from rich.console import Console
 
 from dtengine import monitor, ranks, screens
-from dtengine.config import TrainOptions
 from dtengine.data import BatchShape, bigram_loss
 from dtengine.job import Job
 from dtengine.layout import Layout, local_bounds
 from dtengine.model import buffers, parameters
+from dtengine.options import TrainOptions
 from dtengine.parameters import COMPUTE_DTYPES, has_master
 from dtengine.step import Step
 

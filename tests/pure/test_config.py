@@ -10,23 +10,22 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dtengine import config
-from dtengine.config import (
+from dtengine.config import new_run_dir, resolve, solve_batch
+from dtengine.layout import chunk_bounds, head_axis, make_plan
+from dtengine.model import Param
+from dtengine.optim import OPTIMIZERS
+from dtengine.options import (
     BatchOptions,
     MeshOptions,
     ModelOptions,
     OptimizerOptions,
     ProgramOptions,
     TrainOptions,
+    fail,
     from_json,
-    new_run_dir,
     parse,
-    resolve,
-    solve_batch,
     to_json,
 )
-from dtengine.layout import chunk_bounds, head_axis, make_plan
-from dtengine.model import Param
-from dtengine.optim import OPTIMIZERS
 from dtengine.rates import DECAYS
 
 SMALL = {"layers": 1, "embed": 8, "heads": 2, "vocab": 17, "seq": 6, "global_batch": 4}
@@ -197,7 +196,7 @@ def test_a_resumed_run_keeps_its_options_where_none_are_typed():
 def test_fail_prints_one_line_and_leaves_with_code_2(capsys):
     """A mistake is one line on stderr without a traceback, and exit code 2."""
     with pytest.raises(SystemExit) as end:
-        config.fail("--mesh 0x4: no.")
+        fail("--mesh 0x4: no.")
     assert end.value.code == 2
     assert capsys.readouterr() == ("", "dtengine: --mesh 0x4: no.\n")
 

@@ -11,10 +11,11 @@ import pytest
 from rich.console import Console
 from torch.distributed.tensor import Replicate, Shard
 
-from dtengine.config import BatchOptions, MeshOptions, ModelOptions, OptimizerOptions, ProgramOptions, Setup, resolve
+from dtengine.config import Setup, resolve
 from dtengine.explain import explain
 from dtengine.layout import Layout
 from dtengine.model import parameters
+from dtengine.options import BatchOptions, MeshOptions, ModelOptions, OptimizerOptions, ProgramOptions
 from dtengine.screens import bytes_text
 
 SMALL = {"layers": 2, "embed": 24, "heads": 6, "vocab": 67, "seq": 15, "global_batch": 7}

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import fx
 
-from dtengine.config import BatchOptions, MeshOptions, ModelOptions, OptimizerOptions, ProgramOptions, resolve
+from dtengine.config import resolve
 from dtengine.memory import MADE, MemoryEstimate, estimate, moments, peak_of
+from dtengine.options import BatchOptions, MeshOptions, ModelOptions, OptimizerOptions, ProgramOptions
 from dtengine.screens import memory_rows
 from dtengine.torch_private import FakeTensorMode
 

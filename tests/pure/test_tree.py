@@ -37,6 +37,7 @@ LEVELS = {
     "data": 2,
     "monitor": 2,
     "nodes": 1,
+    "options": 0,
     "passes": 2,
     "state": 1,
     "shard": 2,

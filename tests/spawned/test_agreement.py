@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from dtengine.checkpoint import newest, replicas_equal, save
-from dtengine.config import BatchOptions, MeshOptions, ModelOptions, OptimizerOptions, Setup, resolve
+from dtengine.config import Setup, resolve
 from dtengine.mesh import build_mesh, parse_mesh
+from dtengine.options import BatchOptions, MeshOptions, ModelOptions, OptimizerOptions
 from dtengine.step import init_state, make_step
 from dtengine.train import check_same_tokens
 from dtengine.verify import DEFAULTS

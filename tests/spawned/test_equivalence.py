@@ -24,13 +24,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dtengine import random
-from dtengine.config import BatchOptions, MeshOptions, ModelOptions, Setup, parse, resolve
+from dtengine.config import Setup, resolve
 from dtengine.data import Batch, rows_of
 from dtengine.layout import PLANS, axes_of
 from dtengine.mesh import Mesh, build_mesh, parse_mesh
 from dtengine.model import Model, ModelConfig, Param, Tied, parameters
 from dtengine.ops import Ops
 from dtengine.optim import sgd
+from dtengine.options import BatchOptions, MeshOptions, ModelOptions, parse
 from dtengine.parameters import init_param
 from dtengine.passes import PASSES
 from dtengine.program import Program

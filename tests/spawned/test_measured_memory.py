@@ -9,10 +9,11 @@ import torch
 from ranks_pool import Pool
 
 from dtengine import checkpoint
-from dtengine.config import BatchOptions, MeshOptions, ModelOptions, OptimizerOptions, ProgramOptions, resolve
+from dtengine.config import resolve
 from dtengine.data import Batch
 from dtengine.memory import MemoryEstimate, moments
 from dtengine.mesh import build_mesh
+from dtengine.options import BatchOptions, MeshOptions, ModelOptions, OptimizerOptions, ProgramOptions
 from dtengine.program import Program
 from dtengine.step import Step, init_state, make_step
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from dtengine.config import TrainOptions, parse
 from dtengine.mesh import parse_mesh
+from dtengine.options import TrainOptions, parse
 from dtengine.verify import VerifyOptions
 
 ROOT = Path(__file__).parents[2]

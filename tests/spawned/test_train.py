@@ -31,6 +31,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from dtengine import checkpoint, config
 from dtengine.mesh import build_mesh
 from dtengine.monitor import STATUS_FIELDS, TAGS
+from dtengine.options import from_json
 from dtengine.passes import PASSES
 from dtengine.rates import LearningRate
 from dtengine.step import init_state, make_step
@@ -235,7 +236,7 @@ def test_run_folder(unbroken: Finished) -> None:
     }  # fmt: skip
     assert {p.name for p in (unbroken.folder / "checkpoints").iterdir()} == {"step-4", "step-8"}
     assert {f"rank-{r}.log" for r in range(4)} <= {p.name for p in (unbroken.folder / "logs").iterdir()}
-    options = config.from_json((unbroken.folder / "config.json").read_text())
+    options = from_json((unbroken.folder / "config.json").read_text())
     assert (options.mesh.mesh, options.model.embed, options.optimizer.steps) == ("2x2", 18, 8)
     assert {p.name for p in unbroken.cwd.iterdir()} == {"first", "words.txt"}
 
@@ -360,7 +361,7 @@ def test_resume_on_another_mesh(
     assert f"changed on resume: {option} {before} to {value}" in flat(done.out)
     assert done.out.count("warning:") == 1 + (other == "--mesh 1x4")
     assert flat(done.out).count("have no head and idle") == (other == "--mesh 1x4")
-    stored = config.from_json((copied / "config.json").read_text())
+    stored = from_json((copied / "config.json").read_text())
     assert (stored.mesh.mesh, stored.model.embed, stored.program.eager) == (
         value if option == "--mesh" else "2x2", 18, True
     )  # fmt: skip
@@ -368,7 +369,7 @@ def test_resume_on_another_mesh(
 
 def save_again(rank: int, source: Path, target: Path, mesh: str, plan: str) -> None:
     """Load a checkpoint on some mesh and save it as it is."""
-    stored = config.from_json((source.parents[1] / "config.json").read_text())
+    stored = from_json((source.parents[1] / "config.json").read_text())
     mesh_options = replace(stored.mesh, mesh=mesh, plan=plan)
     setup = config.resolve(mesh_options, stored.model, stored.batch, stored.optimizer, stored.program, vocab=256)
     there = build_mesh(setup.plan.sizes)
