@@ -141,7 +141,7 @@ class GraphExecutor:
     graph: fx.Graph = field(default_factory=fx.Graph)
     constants: dict[int, str] = field(default_factory=dict)
     regions: dict[tuple, torch.nn.Module] = field(default_factory=dict)
-    repeats: dict[tuple, tuple[set[fx.Node], list[fx.Node]]] = field(default_factory=dict)
+    repeats: dict[tuple, tuple[set[fx.Node], set[fx.Node]]] = field(default_factory=dict)
     none_grads: dict[tuple, list[bool]] = field(default_factory=dict)
 
     def begin(self) -> None:
@@ -258,18 +258,21 @@ class GraphExecutor:
         num = len(part.names)
         inputs = traced.inputs[:-1]
         key = (id(traced), regathered, self.saving.recomputes(part))
-        if key not in self.repeats:  # the same for parts that are alike, and the flags below cost a collective
+        if key not in self.repeats:  # the same for parts that are alike
             keep = self._keep(part, traced, regathered=regathered, views=not self.compile)
             if self.saving.recomputes(part) and not self.compile:  # the forward put no more than its outputs need
                 keep &= closure(traced.outputs[: part.num_outputs], set())
-            known = keep | set(inputs)
-            needed = closure([n for n in traced.read_by_backward if n not in keep], known)
-            collectives = [n for n in traced.forward if is_collective(n)]
-            if collectives:  # all ranks repeat the same ones, also those whose shards are empty
-                flags = self.agree([n in needed for n in collectives])
-                needed |= closure([n for n, flag in zip(collectives, flags, strict=True) if flag], known)
-            self.repeats[key] = keep, [n for n in traced.forward if n in needed and n not in keep]
-        keep, again = self.repeats[key]
+            needed = closure([n for n in traced.read_by_backward if n not in keep], keep | set(inputs))
+            self.repeats[key] = keep, needed
+        keep, needed = self.repeats[key]
+        collectives = [n for n in traced.forward if is_collective(n)]
+        if collectives:
+            # All ranks repeat the same ones, also those whose shards are empty. They agree for each part: whether two
+            # parts are alike is a matter of strides too, and differs between ranks.
+            flags = self.agree([n in needed for n in collectives])
+            theirs = [n for n, flag in zip(collectives, flags, strict=True) if flag]
+            needed = needed | closure(theirs, keep | set(inputs))
+        again = [n for n in traced.forward if n in needed and n not in keep]
         env: Env = dict(zip(inputs[:num], params, strict=True))
         env |= {n: before[n] for n in (*inputs[num:], *keep)}
         return env, again

@@ -11,6 +11,7 @@ the tolerance.
 import json
 import math
 import shlex
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -263,6 +264,21 @@ def _rank_main(setup: Setup, options: VerifyOptions, command: str, result: Path)
             result.write_text(json.dumps(report._asdict()))
 
 
+def _run(setup: Setup, options: VerifyOptions, command: str) -> Report:
+    """Start the ranks and read their report; logs stay only where a rank died, whose message names them."""
+    folder, died = Path(tempfile.mkdtemp(prefix="dtengine-verify-")), False
+    result = folder / "report.json"
+    try:
+        launch.start_ranks(_rank_main, (setup, options, command, result), setup.plan.num_ranks, log_dir=folder / "logs")
+        return Report(**json.loads(result.read_text()))
+    except launch.RankFailed as failure:
+        died = failure.user_error is None
+        raise
+    finally:
+        if not died:
+            shutil.rmtree(folder)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
@@ -284,13 +300,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"dtengine.verify: started by {environment.launcher}; it starts its own ranks on one machine. Start it "
                 "once, without a launcher."
             )
-        with tempfile.TemporaryDirectory() as folder:
-            result = Path(folder) / "report.json"
-            preload()
-            launch.start_ranks(
-                _rank_main, (setup, options, command, result), setup.plan.num_ranks, log_dir=Path(folder) / "logs"
-            )
-            report = Report(**json.loads(result.read_text()))
+        preload()
+        report = _run(setup, options, command)
     except launch.RunInterrupted as stop:
         return stop.exit_code
     except launch.RankFailed as failure:

@@ -130,6 +130,21 @@ def test_undeclared_whole_axis_is_refused(warm: WarmCommands, tmp_path: Path) ->
     assert "Traceback" not in done.err, "a ValueError is one message"
 
 
+def test_logs_stay_where_a_rank_died(tmp_path: Path) -> None:
+    """The message names a log, which is there with what the rank wrote last; other endings leave nothing."""
+    damage = "os.write(2, b'last words') and os.environ['RANK'] == '1' and os.abort() or x"
+    (tmp_path / "mine.py").write_text(MODEL.format(damage=damage, whole=""))
+    (temporary := tmp_path / "tmp").mkdir()
+    done = run(VERIFY, f"{QUICK} --model mine.py:MODEL --mesh 2", tmp_path, environ={"TMPDIR": str(temporary)})
+    assert done.code == 134 and "rank 1: killed by SIGABRT (log: " in done.err
+    assert "last words" in Path(done.err.partition("(log: ")[2].partition(")")[0]).read_text()
+    (tmp_path / "mine.py").write_text(MODEL.format(damage="x.cumsum(1)", whole="res_seq"))
+    (other := tmp_path / "other").mkdir()
+    done = run(VERIFY, f"{QUICK} --model mine.py:MODEL --mesh 1x2", tmp_path, environ={"TMPDIR": str(other)})
+    assert done.code == 2
+    assert not list(other.glob("dtengine*"))
+
+
 def test_own_model_passes(warm: WarmCommands, tmp_path: Path) -> None:
     """A person's own model whose operations keep what they claim passes."""
     (tmp_path / "mine.py").write_text(MODEL.format(damage="x * 1.5 + 0.25", whole=""))
