@@ -144,7 +144,8 @@ def cases(draw: st.DrawFn, plan: str | None = None, num_ranks: int | None = None
     num_ranks = num_ranks or draw(st.sampled_from(tuple(RANKS)))
     model = draw(st.sampled_from(("llama", "gpt", "mlp", "llama", "gpt", OWN)))
     # Tolerances of 16 bits are of gradients that are sums of many terms and of a short way from there: OWN's scalar gain
-    # cancels to nearly nothing, and large steps without a clip multiply any difference.
+    # cancels to nearly nothing, large steps without a clip multiply any difference, and so does a norm over a few numbers
+    # that are nearly equal (one device alone is off by as much).
     some = ("fp64", "fp64", "fp64", "fp64", "bf16", "fp16")
     precision = "fp64" if model in (OWN, "mlp") else draw(st.sampled_from(some))
     narrow = precision != "fp64"
@@ -160,7 +161,7 @@ def cases(draw: st.DrawFn, plan: str | None = None, num_ranks: int | None = None
         model=ModelOptions(
             model=model,
             layers=draw(st.sampled_from((1, 1, 1, 2, 2, 5, 3, 2, 1, 1))),
-            embed=draw(st.sampled_from((30, 30)) | st.integers(3, 33)),
+            embed=draw(st.sampled_from((30, 30)) | st.integers(15 if narrow else 3, 33)),
             heads=heads,
             kv_heads=kv_heads,
             head_dim=draw(st.sampled_from((6, 2, 4))),
