@@ -185,7 +185,7 @@ def cases(draw: st.DrawFn, plan: str | None = None, num_ranks: int | None = None
         program=replace(
             VerifyOptions().program,
             precision=precision,
-            recompute="none" if (budget := draw(st.sampled_from((None, None, 0.6, 0.3)))) else draw(RECOMPUTE),
+            recompute="none" if (budget := draw(st.sampled_from((None, None, None, 0.6, 0.3)))) else draw(RECOMPUTE),
             activation_budget=budget,
             prefetch=draw(st.sampled_from((1, 0, 2))),
             bucket_mb=draw(st.sampled_from((0.0, 25.0, 0.02))),
@@ -194,7 +194,7 @@ def cases(draw: st.DrawFn, plan: str | None = None, num_ranks: int | None = None
     )
 
 
-RECOMPUTE = st.sampled_from(("none", "full", "selective", "every-2"))
+RECOMPUTE = st.sampled_from(("none", "full", "selective", "every-2", "selective"))
 
 
 def setup_of(options: VerifyOptions) -> Setup:
