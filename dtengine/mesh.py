@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtengine.layout import MESH_AXES
@@ -91,14 +90,12 @@ class Mesh:
         sizes: {mesh axis: size} in mesh order.
         coordinate: this rank's index on each mesh axis, in mesh order.
         groups: {mesh axes: process-group name} for each axis and each set of axes with more than one rank.
-        on_gloo: whether tensors of this mesh travel over gloo, where a reduce-scatter is built another way.
     """
 
     device_mesh: DeviceMesh
     sizes: dict[str, int]
     coordinate: tuple[int, ...]
     groups: dict[tuple[str, ...], str]
-    on_gloo: bool
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -136,4 +133,4 @@ def build_mesh(sizes: Mapping[str, int], device: torch.device | str = "cpu") -> 
     for count in range(2, len(split) + 1):
         for names in itertools.combinations(split, count):
             groups[names] = flat_group(device_mesh, names).group_name
-    return Mesh(device_mesh, dict(sizes), tuple(coordinate), groups, dist.get_backend() == "gloo")
+    return Mesh(device_mesh, dict(sizes), tuple(coordinate), groups)

@@ -300,7 +300,7 @@ def fill_buckets(graph: fx.Graph) -> None:
             or any(p.meta["val"].dim() != 1 or root_of(p) in changed for p in pieces)
             or len({root_of(p) for p in pieces}) < len(pieces)
             or 2 * sum(m is not None for m in made) < len(made)
-            or node not in changed  # a bucket is what a collective reduces in place
+            or not _travels(node)
         ):
             continue
         place = {n: i for i, n in enumerate(graph.nodes)}
@@ -315,6 +315,11 @@ def fill_buckets(graph: fx.Graph) -> None:
             offset += piece.meta["val"].numel()
         node.replace_all_uses_with(bucket)
         graph.erase_node(node)
+
+
+def _travels(node: fx.Node) -> bool:
+    """Whether a value, or a view of it, is handed to a collective."""
+    return any(is_collective(user) or (user.target is aten.view.default and _travels(user)) for user in node.users)
 
 
 def _product(piece: fx.Node) -> fx.Node | None:

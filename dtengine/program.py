@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from dtengine.mesh import Mesh
 from dtengine.nodes import is_collective
-from dtengine.torch_private import all_gather_flat, schema_of
+from dtengine.torch_private import OPERATION, all_gather_flat, schema_of
 
 _OPERATIONS = {
     "all_gather_into_tensor_coalesced": "all_gather",
@@ -21,7 +21,7 @@ _OPERATIONS = {
     "all_reduce_": "all_reduce",
     "all_reduce": "all_reduce",
     "reduce_scatter_tensor": "reduce_scatter",
-    "all_to_all_single": "reduce_scatter",  # the form that a reduce-scatter takes on gloo
+    "all_to_all_single": "all_to_all",  # where it is a part of another operation, OPERATION says of which
 }
 
 
@@ -29,7 +29,8 @@ class Collective(NamedTuple):
     """One collective of a program.
 
     Attributes:
-        operation: all_gather, reduce_scatter or all_reduce.
+        operation: all_gather, reduce_scatter, all_reduce or all_to_all; on gloo the first three may take the last one's
+            form. "" for the second exchange of one operation.
         axes: the mesh axes whose ranks take part.
         bytes: size of the operand that a rank hands in.
         signature: operator and operand shapes, equal on all ranks of a group.
@@ -117,8 +118,11 @@ def collectives_of(graph: fx.Graph, mesh: Mesh) -> list[Collective]:
         operator = _operator(node)
         group = next(a for a in reversed(node.args) if isinstance(a, str) and a in axes_of_group)
         size = sum(t.numel() * t.element_size() for t in operands)
+        operation = node.meta.get(OPERATION, _OPERATIONS[operator])
+        if operation in ("all_gather", "all_reduce", "") and _OPERATIONS[operator] == "all_to_all":
+            size //= operands[0].shape[0]  # every row is the operand
         shapes = [f"{tuple(t.shape)}{t.dtype}" for t in operands]
-        found.append(Collective(_OPERATIONS[operator], axes_of_group[group], size, f"{operator} {' '.join(shapes)}"))
+        found.append(Collective(operation, axes_of_group[group], size, f"{operator} {' '.join(shapes)}"))
     return found
 
 
@@ -135,7 +139,8 @@ def count_collectives(programs: Sequence[tuple[Program, int]]) -> dict[str, dict
     for program, times in programs:
         for collective in program.collectives:
             operations = counts.setdefault("+".join(collective.axes), {})
-            operations[collective.operation] = operations.get(collective.operation, 0) + times
+            if collective.operation:
+                operations[collective.operation] = operations.get(collective.operation, 0) + times
     return counts
 
 

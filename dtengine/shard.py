@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from dtengine.layout import Placements, chunk_bounds, local_bounds
 from dtengine.mesh import Mesh
-from dtengine.torch_private import all_gather_coalesced, all_reduce, all_to_all, reduce_scatter
+from dtengine.torch_private import all_gather, all_reduce, all_to_all, reduce_scatter
 
 
 class Move(NamedTuple):
@@ -208,11 +208,11 @@ def _pad(tensor: Tensor, dim: int, size: int) -> Tensor:
 def _all_gather(
     tensors: list[Tensor], dims: list[tuple[int, int]], parts: int, group: str, mesh: Mesh, axis: int
 ) -> list[Tensor]:
-    """Gather each tensor along its dim: one coalesced call."""
+    """Gather each tensor along its dim: one call."""
     chunks = [_pad(t, dim, -(-size // parts)).contiguous() for t, (dim, size) in zip(tensors, dims, strict=True)]
     results = []
-    for gathered, chunk, (dim, size) in zip(all_gather_coalesced(chunks, parts, group), chunks, dims, strict=True):
-        whole = gathered.view(parts, *chunk.shape).movedim(0, dim).flatten(dim, dim + 1)
+    for gathered, (dim, size) in zip(all_gather(chunks, group), dims, strict=True):
+        whole = gathered.movedim(0, dim).flatten(dim, dim + 1)
         results.append(whole if whole.shape[dim] == size else whole.narrow(dim, 0, size).contiguous())
     return results
 
@@ -228,7 +228,7 @@ def _reduce_scatter(
         shapes.append(pieces.shape[1:])
         columns.append(pieces.reshape(parts, pieces[0].numel()))
     flat = columns[0] if len(columns) == 1 else torch.cat(columns, 1)
-    summed = reduce_scatter(flat.contiguous(), parts, group, on_gloo=mesh.on_gloo)
+    summed = reduce_scatter(flat.contiguous(), group)
     results, offset = [], 0
     for shape, column, (dim, size) in zip(shapes, columns, dims, strict=True):
         piece = summed[offset : offset + column.shape[1]].view(shape)
@@ -254,7 +254,7 @@ def _all_to_all(
         shapes.append(pieces.shape[1:])
         columns.append(pieces.reshape(parts, pieces[0].numel()))
     flat = columns[0] if len(columns) == 1 else torch.cat(columns, 1)
-    received = all_to_all(flat.contiguous(), parts, group)
+    received = all_to_all(flat.contiguous(), group)
     results, offset = [], 0
     for shape, column, (here, size, there, other) in zip(shapes, columns, dims, strict=True):
         pieces = received[:, offset : offset + column.shape[1]].reshape(parts, *shape)

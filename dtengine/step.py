@@ -343,7 +343,7 @@ class Step:
             {
                 "program": (name, forms, self.device.type),
                 "model": (self.functions.model, parameters.specs, parameters.buffers),
-                "plan": (self.plan, mesh.sizes, mesh.coordinate, list(mesh.groups), mesh.on_gloo),
+                "plan": (self.plan, mesh.sizes, mesh.coordinate, list(mesh.groups), dist.get_backend()),
                 "step": (
                     replace(self.config, seed=0),
                     self.microbatch.order,

@@ -16,8 +16,8 @@ from dtengine.torch_private import (
     ALL_REDUCE,
     IN_PLACE_ALL_REDUCE,
     FakeTensorMode,
+    graph_of,
     inductor,
-    make_fx,
     onednn_matmul,
     opaque_onednn_matmul,
 )
@@ -75,7 +75,7 @@ def trace(
         (the trace, what each pass did).
     """
     with mode:
-        module = make_fx(function)(*fakes)
+        module = graph_of(function, fakes)
     graph = module.graph
     if num_forward is not None:
         _mark_phases(graph, num_forward)

@@ -6,11 +6,11 @@ from torch import Tensor
 
 from dtengine.mesh import Mesh
 from dtengine.program import Program, collectives_of
-from dtengine.torch_private import FakeTensorMode, make_fx
+from dtengine.torch_private import FakeTensorMode, graph_of
 
 
 def traced(function: Callable[..., list[Tensor]], examples: Sequence[Tensor], mesh: Mesh) -> Program:
     """Trace a function into a program, without passes."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        module = make_fx(function)(*(mode.from_tensor(t.detach()) for t in examples))
+        module = graph_of(function, [mode.from_tensor(t.detach()) for t in examples])
     return Program("traced", module, tuple(collectives_of(module.graph, mesh)))

@@ -172,7 +172,6 @@ def test_a_mesh_names_a_group_for_every_set_of_axes_that_split():
         mesh = build_mesh({"rep": 3, "dp": 2, "cp": 1, "tp": 2})
         assert (mesh.axes, mesh.num_ranks, mesh.split_axes()) == (("rep", "dp", "cp", "tp"), 12, ("rep", "dp", "tp"))
         assert mesh.coordinate == (0, 0, 0, 0)
-        assert not mesh.on_gloo
         expected = {c for n in (1, 2, 3) for c in itertools.combinations(("rep", "dp", "tp"), n)}
         assert set(mesh.groups) == expected
         assert len(set(mesh.groups.values())) == len(expected)
@@ -185,5 +184,5 @@ def test_the_data_coordinate_counts_rep_and_dp_only():
         device_mesh = build_mesh(sizes).device_mesh
     seen = {}
     for at in itertools.product(range(2), range(3), range(2)):
-        seen[at] = Mesh(device_mesh, sizes, at, {}, False).data_coordinate(("rep", "dp"))
+        seen[at] = Mesh(device_mesh, sizes, at, {}).data_coordinate(("rep", "dp"))
     assert seen == {(r, d, t): 3 * r + d for r, d, t in seen}

@@ -19,7 +19,7 @@ from dtengine.optim import OPTIMIZERS, adafactor, adamw, lion, muon, sgd
 from dtengine.optimizer import Leaf, Matrix, Optimizer, Slot, Update, matrix
 from dtengine.update import global_norm_terms
 
-ALONE = Mesh(None, {}, (), {}, True)  # type: ignore[arg-type]  # one device: no axis, no group
+ALONE = Mesh(None, {}, (), {})  # type: ignore[arg-type]  # one device: no axis, no group
 SPECS = [
     Param("vocab embed", (7, 5), 0.5),
     Param("embed mlp", (3, 5), 0.5),

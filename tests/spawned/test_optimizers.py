@@ -35,7 +35,7 @@ TOLERANCE = 1e-9
 STEPS = 3
 RATES = {"adamw": 1e-2, "sgd": 1.0, "lion": 1e-3, "adafactor": 1e-1, "muon": 1e-2}
 MESHES = ("1", "2", "2x2", "1x3", "rep=2,dp=2")
-ALONE = Mesh(None, {}, (), {}, True)  # type: ignore[arg-type]  # one device: no axis, no group
+ALONE = Mesh(None, {}, (), {})  # type: ignore[arg-type]  # one device: no axis, no group
 OPTIONS = "--layers 1 --global-batch 12 --weight-decay 0.1"
 
 
@@ -162,7 +162,7 @@ def test_an_update_communicates_for_all_parameters_together(pool: Pool, layers: 
     one = {"dp+tp": {"all_reduce": 1}}
     expected = dict.fromkeys(OPTIMIZERS, one)
     expected["adafactor"] = {"dp+tp": {"all_reduce": 3}}
-    expected["muon"] = {**one, "dp": {"reduce_scatter": 2}, "tp": {"reduce_scatter": 2}}
+    expected["muon"] = {**one, "dp": {"all_to_all": 2}, "tp": {"all_to_all": 2}}
     assert pool.run(4, run_counts, options, list(OPTIMIZERS)) == [expected] * 4
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtengine.mesh import build_mesh
+from dtengine.nodes import is_collective
 from dtengine.optim import sgd
 from dtengine.passes import PASSES
 from dtengine.program import Program
@@ -181,23 +182,25 @@ class Timeline(TorchDispatchMode):
 COMPUTES = ("mm", "linear", "attention")
 
 
-def run_timeline(rank: int, options: VerifyOptions, collective: str) -> list[int]:
-    """For each collective of a kind in a real step: products that ran between its start and its first wait."""
+def run_timeline(rank: int, options: VerifyOptions, operation: str) -> list[int]:
+    """For each collective of an operation in a real step: products that ran between its start and its first wait."""
     step = step_of(options)
     state, batches = init_state(step), batches_of(setup_of(options), step.mesh, options.check)
     state, _ = step(state, batches, 100.0)
     with Timeline() as timeline:
         step(state, batches, 100.0)
-    starts = [i for i, (name, _, _) in enumerate(timeline.events) if collective in name]
-    graph = step.programs["step"].graph.graph  # type: ignore[attr-defined]
-    nodes = [n for n in graph.nodes if n.op.startswith("call") and "getitem" not in str(n.target)]
+    starts = [name for name, _, _ in timeline.events if "c10d" in name and "wait" not in name]
+    program = step.programs["step"]
+    assert isinstance(program, Program)
+    nodes = [n for n in program.graph.graph.nodes if n.op.startswith("call") and "getitem" not in str(n.target)]
+    sent = [n for n in nodes if is_collective(n)]
+    assert len(starts) == len(sent)
     found = []
-    for node in (n for n in nodes if collective in str(n.target)):
+    for node in (n for n, c in zip(sent, program.collectives, strict=True) if c.operation == operation):
         users = {u for out in node.users for u in (out, *out.users) if "wait" in str(u.target)}
         first = min(nodes.index(u) for u in users)
         between = nodes[nodes.index(node) : first]
         found.append(sum(any(word in str(n.target) for word in COMPUTES) for n in between))
-    assert len(starts) == len(found)
     assert all(
         a[2] <= b[1] for a, b in zip(timeline.events, timeline.events[1:], strict=False)
     )  # the graph's own order
@@ -209,19 +212,19 @@ def test_c30_gathers_run_while_blocks_compute(pool: Pool, prefetch: int) -> None
     """C30: L with 8 layers, ZeRO-3 on dp2: the next block's gather starts before this block's products and is waited for
     behind them, forward and backward; with depth 0 nothing runs in between."""
     options = case(L, "dp=2", layers=8, bucket_mb=0.0, prefetch=prefetch)
-    for between in pool.run(2, run_timeline, options, "all_gather_into_tensor"):
+    for between in pool.run(2, run_timeline, options, "all_gather"):
         if prefetch == 0:
             assert between == [0] * len(between)
         else:
             assert sum(n > 0 for n in between) >= len(between) - 2  # not the first, and not behind the embedding
-    for between in pool.run(2, run_timeline, options, "all_to_all"):
+    for between in pool.run(2, run_timeline, options, "reduce_scatter"):
         assert sum(n > 0 for n in between) >= (len(between) - 2 if prefetch else 0)
 
 
 def test_tensor_parallel_collectives_overlap_with_products(pool: Pool) -> None:
     """Under tp the gradient of a block's input travels while gradients of weights are computed."""
     options = case(L, "tp=2", "ddp", layers=2, sp=False)
-    for between in pool.run(2, run_timeline, options, "all_reduce_"):
+    for between in pool.run(2, run_timeline, options, "all_reduce"):
         assert sum(n > 0 for n in between) >= 4  # attention and MLP of two blocks, in the backward
 
 

@@ -60,8 +60,7 @@ def run_counts(rank: int, mesh_text: str, source: Placements, target: Placements
     return count_collectives([(traced(lambda *x: redistribute(x, moves, mesh), local, mesh), 1)])
 
 
-# An all-to-all is counted under the name of the reduce-scatter that gloo makes of it.
-ONE = {"reduce_scatter": 1}
+ONE = {"all_to_all": 1}
 
 
 @pytest.mark.parametrize(
