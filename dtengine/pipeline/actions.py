@@ -5,9 +5,10 @@
     (0F3;3B1)OVERLAP_F_B      two actions, of which neither waits for the other
     2SEND_F0, 3RECV_F0        the output of 2F0 on its way to stage 3; SEND_B, RECV_B: a gradient on its way back
 
-A schedule holds compute actions only; transfers are derived from it (``pipeline.check``). The text form is the one that
-``torch.distributed.pipelining`` reads and writes: one line a rank, cells by comma, an empty cell for a step of waiting.
-Nothing here needs torch.
+A schedule holds compute actions only; transfers are derived from it (``pipeline.communication``). The text form is the
+one that ``torch.distributed.pipelining`` reads and writes: one line a rank, cells by comma, an empty cell for a step of
+waiting. What torch adds for parameters (``0UNSHARD``, ``0RESHARD``, ``0REDUCE_GRAD``) is read as an empty cell: the engine
+does that by itself. Nothing here needs torch.
 """
 
 import csv
@@ -20,6 +21,7 @@ from typing import NamedTuple, Self
 COMPUTE = ("F", "B", "I", "W")
 TRANSFERS = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
 FORM = re.compile(r"(\d{1,6})(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d{1,6})")
+PARAMETERS = re.compile(r"\d{1,6}(UNSHARD|RESHARD|REDUCE_GRAD)")
 OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 
@@ -46,6 +48,26 @@ class Action(NamedTuple):
         return cls(int(found[1]), found[2], int(found[3]))
 
 
+def result(action: Action) -> Action:
+    """Return what others read of an action: of a full backward its input gradient, of any other the action itself."""
+    return action._replace(kind="I") if action.kind == "B" else action
+
+
+def inputs(action: Action, num_stages: int) -> tuple[Action, ...]:
+    """Return the results that a compute action reads.
+
+    A forward reads the output of the stage before; an input gradient the stage's own forward and the input gradient of
+    the stage after; a weight gradient the stage's own input gradient.
+    """
+    stage, kind, microbatch = action
+    if kind == "F":
+        return (Action(stage - 1, "F", microbatch),) if stage else ()
+    if kind == "W":
+        return (Action(stage, "I", microbatch),)
+    after = (Action(stage + 1, "I", microbatch),) if stage + 1 < num_stages else ()
+    return (Action(stage, "F", microbatch), *after)
+
+
 class Cell(tuple[Action, ...]):
     """What a rank does in one step of the grid: nothing, one action, or several that may overlap."""
 
@@ -60,7 +82,7 @@ class Cell(tuple[Action, ...]):
     def parse(cls, text: str) -> Self:
         """Read a cell of a table."""
         text = text.strip()
-        if not text:
+        if not text or PARAMETERS.fullmatch(text):
             return cls()
         overlap = OVERLAP.fullmatch(text)
         return cls(Action.parse(part) for part in (overlap[1].split(";") if overlap else [text]))
@@ -75,12 +97,15 @@ class Schedule:
         ranks: for each pipeline rank its cells, in order; empty cells are kept for the grid and mean nothing else.
         rank_of: the pipeline rank of each stage.
         num_microbatches: of a step.
+        communication: for each rank what it computes, sends and receives, in order, where that was written by hand; empty
+            where it is to be derived.
     """
 
     name: str
     ranks: tuple[tuple[Cell, ...], ...]
     rank_of: tuple[int, ...]
     num_microbatches: int
+    communication: tuple[tuple[Action, ...], ...] = ()
 
     @property
     def num_ranks(self) -> int:
