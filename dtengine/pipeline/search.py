@@ -167,7 +167,8 @@ def _improve(found: Found, limit: int, evaluations: int) -> Found:
             orders, idle = best.orders, 0
             for _ in range(numbers.randrange(1, 5)):
                 rank = numbers.randrange(problem.num_ranks)
-                move = rank, *(numbers.randrange(len(orders[rank])) for _ in range(2))
+                size = len(orders[rank])
+                move = rank, numbers.randrange(size), numbers.randrange(size)
                 new = _moved(problem, orders, move, limit)
                 orders = new if new and problem.time(new) else orders
             timing = problem.time(orders)
