@@ -148,17 +148,17 @@ def _missing(schedule: Schedule, places: Places) -> Iterator[Fault]:
 
 def _local_order(schedule: Schedule, places: Places) -> Iterator[Fault]:
     """Yield the actions that run before something on their own rank that they read."""
-    for action, (rank, step) in places.items():
+    stages = range(schedule.num_stages)
+    own = {a: at for a, at in places.items() if a.stage in stages and at[0] == schedule.rank_of[a.stage]}
+    for action, (rank, step) in own.items():
         if action.kind not in COMPUTE:
             continue
         for need in inputs(action, schedule.num_stages):
-            for source in (need, need._replace(kind="B")) if need.kind == "I" else (need,):
-                at = places.get(source)
-                if action.kind == "W" and source.kind == "B" or at is None or at[0] != rank:
-                    continue
-                if at[1] > step:
+            whole = [need._replace(kind="B")] if need.kind == "I" and action.kind != "W" else []
+            for source in [s for s in (need, *whole) if s in own and own[s][0] == rank]:
+                if own[source][1] > step:
                     yield Fault(rank, step, f"{action} runs before {source}.")
-                elif at[1] == step:
+                elif own[source][1] == step:
                     yield Fault(rank, step, f"{action} reads {source}, and cannot overlap with it.")
 
 

@@ -106,7 +106,7 @@ def check_transfers(lists: Lists, rank_of: Sequence[int]) -> list[Fault]:
     for action, (rank, step) in places.items():
         if action.kind not in COMPUTE and action not in wanted:
             faults.append(Fault(rank, step, f"{action}: no other rank reads or makes that. Leave it out."))
-    return sorted(set(faults), key=lambda f: (f.rank, -1 if f.step is None else f.step)) or rendezvous(lists)
+    return sorted(dict.fromkeys(faults), key=lambda f: (f.rank, -1 if f.step is None else f.step)) or rendezvous(lists)
 
 
 def _late(places: dict[Action, tuple[int, int]], first: Action, second: Action, rank: int) -> Iterator[Fault]:

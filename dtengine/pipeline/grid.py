@@ -66,10 +66,11 @@ def grid_of(ranks: Sequence[Sequence[Cell]], faults: Sequence[Fault] = (), colum
     length = max((len(row) for row in ranks), default=0)
     shown = range(length) if columns is None else range(min(columns.start, length), min(columns.stop, length))
     marked = {(fault.rank, fault.step) for fault in faults}
+    padded = {fault.step for fault in faults}
 
     def cell(rank: int, step: int) -> str:
         text = str(ranks[rank][step]) if step < len(ranks[rank]) else ""
-        return f">{text}<" if (rank, step) in marked else f" {text} " if marked else text
+        return f">{text}<" if (rank, step) in marked else f" {text} " if step in padded else text
 
     table = [[cell(rank, step) for step in shown] for rank in range(len(ranks))]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]

@@ -10,13 +10,14 @@
 | zb-h2 | Qi et al. 2023 | 1 | (p-1)(F+I-2W) | 2p-1 |
 | interleaved-zb | Qi et al. 2023, as in torch | v | (p-1)(F+I-W)/v | p |
 | zbv | Qi et al. 2023 | 2, a V | 0 where F = I = W | p |
-| v-half | Qi et al. 2024 | 2, a V | (p-1)(F+I+W)/2 where F = I = W | p/2 + 1 |
-| v-min | Qi et al. 2024 | 2, a V | 2(p-1)(F+I+W)/3 where F = I = W, and a constant | p/3 + 4/3 |
-| dualpipev | DeepSeek 2024; Qi et al. 2025 | 2, a V | | p + 1/2 |
+| v-half | Qi et al. 2024 | 2, a V | (p-1)(F+I+W)/2 where F = I = W | (p+2)//2 |
+| v-min | Qi et al. 2024 | 2, a V | 2(p-1)(F+I+W)/3 + F/2 where F = I = W | (p+4)//3 |
+| dualpipev | DeepSeek 2024; Qi et al. 2025 | 2, a V | (p-1)F/2 where F = I = W | p + 1/2 |
 
 p ranks, m microbatches (at least 2p), v stages a rank; F, I, W are the times of a whole rank, W no more than F or I.
-Bubble: last end minus first start, less the work. An activation lives from the start of F to the end of W or B; with
-several stages a rank each holds a part of a microbatch. All take any number of ranks and microbatches.
+Bubble: last end minus first start, less the work; actions that overlap count one after the other. An activation lives
+from the start of F to the end of W or B; with several stages a rank each holds a part of a microbatch. All take any
+number of ranks and microbatches.
 """
 
 from collections.abc import Callable
