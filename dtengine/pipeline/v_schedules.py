@@ -100,7 +100,10 @@ def first_of(rows: list[Row], num_microbatches: int) -> list[Row]:
 
 
 def v_min(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
-    """Least memory: (p + 4) // 3 microbatches a rank, each of two halves (Qi et al. 2024)."""
+    """Least memory: (p + 4) // 3 microbatches a rank, each of two halves (Qi et al. 2024).
+
+    There is no slack between blocks: where F, I and W differ, each microbatch adds to the bubble.
+    """
     gap = 0 if num_ranks % 3 else 2
 
     def first(rank: int) -> tuple[int, int, int, int]:
