@@ -90,7 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 write(path, content())
     except ScheduleError as error:
         if options.json and all("deadlock" in fault.text for fault in error.faults):
-            print(json.dumps(deadlocked(str(options.file), "; ".join(map(str, error.faults)))))
+            waits = [str(fault).replace("deadlock: ", "").rstrip(".") for fault in error.faults]
+            print(json.dumps(deadlocked(str(options.file), "; ".join(waits))))
             return 1
         fail(str(error))
     except (ValueError, OSError) as error:
