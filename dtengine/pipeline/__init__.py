@@ -1,0 +1,1 @@
+"""Pipelines: stages, schedules as data, and what runs them."""
