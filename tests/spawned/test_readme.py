@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from dtengine.mesh import parse_mesh
 from dtengine.options import TrainOptions, parse
+from dtengine.schedule import ScheduleOptions
 from dtengine.verify import VerifyOptions
 
 ROOT = Path(__file__).parents[2]
@@ -69,13 +70,14 @@ def test_commands_parse(command: str) -> None:
     arguments = words[words.index(module) + 1 :]
     if arguments == ["--help"]:
         return
-    options = parse(VerifyOptions if module == "dtengine.verify" else TrainOptions, "x", arguments)
-    assert parse_mesh(options.mesh.mesh)
+    kinds = {"dtengine.verify": VerifyOptions, "dtengine.schedule": ScheduleOptions, "dtengine.train": TrainOptions}
+    options = parse(kinds[module], "x", arguments)
+    assert module == "dtengine.schedule" or parse_mesh(options.mesh.mesh)
 
 
 def test_tree_names_every_module() -> None:
     """The README's file tree has every module of the engine."""
     tree = README.split("## What is here")[1].split("```")[1]
     named = set(re.findall(r"\w+", tree))
-    modules = {path.stem for path in (ROOT / "dtengine").glob("*.py")} - {"__init__"}
+    modules = {path.stem for path in (ROOT / "dtengine").rglob("*.py")} - {"__init__"}
     assert modules <= named, modules - named
