@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,7 +72,7 @@ class Manifest(NamedTuple):
     files: dict[str, tuple[int, int]]
 
 
-def save(folder: Path, state: State, mesh: Mesh, facts: Mapping[str, Any]) -> Path:
+def save(folder: Path, state: State, mesh: Mesh, facts: Mapping[str, Any], borrowed: Collection[str] = ()) -> Path:
     """Write a checkpoint; a call that all ranks make together.
 
     Args:
@@ -80,6 +80,7 @@ def save(folder: Path, state: State, mesh: Mesh, facts: Mapping[str, Any]) -> Pa
         state: to save.
         mesh: of the state.
         facts: plain values for the manifest.
+        borrowed: parameters that an earlier stage of a pipeline saves.
 
     Returns:
         The published folder, folder/step-N. One that is already there is left as it is.
@@ -104,7 +105,8 @@ def save(folder: Path, state: State, mesh: Mesh, facts: Mapping[str, Any]) -> Pa
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
     dist.barrier()
-    named = _named(state)
+    skipped = {f"params.{n}" for n in borrowed} | {f"slots.{s}.{n}" for n in borrowed for s in state.slots[n]}
+    named = {n: x for n, x in _named(state).items() if n not in skipped}
     owned = {
         name: x.to_local().detach().cpu().contiguous()
         for name, x in named.items()
@@ -113,22 +115,25 @@ def save(folder: Path, state: State, mesh: Mesh, facts: Mapping[str, Any]) -> Pa
     path = staging / _file(rank)
     save_file(owned, path)
     _sync(path)
-    sums = [checksum(path)] if mesh.num_ranks == 1 else _gather_numbers(checksum(path), mesh)
+    stage, stages = (0, 1) if mesh.pipe is None else (mesh.pipe.rank, mesh.pipe.size)
+    if not any(mesh.coordinate):  # the first rank of each stage describes it
+        described = {name: _stored(x, mesh, stage * mesh.num_ranks) for name, x in named.items()}
+        (staging / _part(stage)).write_text(json.dumps(described))
+    sums = [checksum(path)] if mesh.everyone is None else _gather_numbers(checksum(path), mesh)
 
     if rank == 0:
-        tensors = {name: _stored(x, mesh) for name, x in named.items()}
-        files = sorted({s.file for t in tensors.values() for s in t.slices})
+        tensors: dict[str, dict[str, Any]] = {}
+        for number in range(stages):
+            tensors |= json.loads((staging / _part(number)).read_text())
+        files = sorted({s["file"] for t in tensors.values() for s in t["slices"]})
         manifest = {
             "format": FORMAT,
             "step": state.step,
             "facts": dict(facts),
             "files": {f: [(staging / f).stat().st_size, sums[int(f[5:10])]] for f in files},
-            "tensors": {
-                name: {"dtype": t.dtype, "shape": t.shape, "slices": [{"file": f, "bounds": b} for f, b in t.slices]}
-                for name, t in tensors.items()
-            },
+            "tensors": tensors,
         }
-        for spare in set(os.listdir(staging)) - set(files):  # of ranks that own nothing
+        for spare in set(os.listdir(staging)) - set(files):  # descriptions, and files of ranks that own nothing
             (staging / spare).unlink()
         (staging / MANIFEST).write_text(json.dumps(manifest, indent=1))
         _sync(staging / MANIFEST)
@@ -234,7 +239,11 @@ def load(path: Path, state: State, mesh: Mesh) -> State:
     """
     manifest = read_manifest(path)
     named = _named(state)
-    check_fits(path, manifest, {name: (tuple(x.shape), x.dtype) for name, x in named.items()})
+    expected = {name: (tuple(x.shape), x.dtype) for name, x in named.items()}
+    if mesh.pipe is not None:  # of other stages nothing is known here
+        own = {*state.params, *state.buffers}
+        manifest = manifest._replace(tensors={n: t for n, t in manifest.tensors.items() if _of(n) in own})
+    check_fits(path, manifest, expected)
     files: dict[str, Any] = {}
     try:
         for name, x in named.items():
@@ -276,6 +285,12 @@ def check_fits(path: Path, manifest: Manifest, expected: Mapping[str, tuple[tupl
             differences.append(f"{name} has shape {list(stored.shape)}, the model {list(shape)}")
         if stored is not None and _DTYPES.get(stored.dtype) != dtype:
             differences.append(f"{name} has dtype {stored.dtype}, the run {_NAMES[dtype]}")
+    names = [line.split()[0] for line in differences]
+    if differences and all(name.startswith("slots.") for name in names):
+        raise ValueError(
+            f"checkpoint {path}: its optimizer state is of another --optimizer: {len(names)} tensors differ, such as "
+            f"{names[0]}. Resume with the optimizer of the run that wrote it, or begin a new run."
+        )
     if differences:
         raise ValueError(
             f"checkpoint {path}: does not fit the model: {'; '.join(differences)}. Resume with the options of the run "
@@ -323,10 +338,25 @@ def replicas_equal(state: State, mesh: Mesh) -> bool:
             mine = torch.stack(sums)
             everywhere = all_gather_flat(mine, mesh.sizes[name], mesh.groups[(name,)]).view(mesh.sizes[name], -1)
             equal &= bool((everywhere == everywhere[0]).all())
+    if mesh.pipe is not None:
+        equal &= _stages_agree(state, mesh)
     verdict = torch.tensor([float(not equal)])
-    if mesh.num_ranks > 1:
-        verdict = all_gather_flat(verdict, mesh.num_ranks, mesh.groups[mesh.split_axes()])
+    if mesh.everyone is not None:
+        verdict = all_gather_flat(verdict, mesh.world, mesh.everyone)
     return not verdict.any().item()
+
+
+def _stages_agree(state: State, mesh: Mesh) -> bool:
+    """Whether tensors that several stages of a pipeline hold have the same bits in all of them."""
+    assert mesh.pipe is not None
+    named = {**{f"stored.{n}": x for n, x in state.params.items()}, **_named(state)}
+    mine = [[random.key(name), int(_bit_sum(x))] for name, x in named.items()]
+    count = torch.tensor([len(mine)], dtype=torch.int64)
+    most = int(all_gather_flat(count, mesh.pipe.size, mesh.pipe.group).max())
+    padded = torch.tensor([*mine, *[[0, 0]] * (most - len(mine))], dtype=torch.int64).view(most, 2)
+    sums: dict[int, int] = {}
+    rows = all_gather_flat(padded, mesh.pipe.size, mesh.pipe.group).view(-1, 2).tolist()
+    return all(sums.setdefault(name, bits) == bits for name, bits in rows)
 
 
 def _bit_sum(x: DTensor) -> Tensor:
@@ -347,7 +377,8 @@ def tensor_shapes(params: Mapping[str, Param], optimizer: Optimizer) -> dict[str
 def _gather_numbers(number: int, mesh: Mesh) -> list[int]:
     """Return every rank's number."""
     mine = torch.tensor([number], dtype=torch.int64, device=mesh.device_mesh.device_type)
-    return all_gather_flat(mine, mesh.num_ranks, mesh.groups[mesh.split_axes()]).tolist()
+    assert mesh.everyone is not None
+    return all_gather_flat(mine, mesh.world, mesh.everyone).tolist()
 
 
 def _named(state: State) -> dict[str, DTensor]:
@@ -356,6 +387,11 @@ def _named(state: State) -> dict[str, DTensor]:
     for name, slots in state.slots.items():
         named |= {f"slots.{slot}.{name}": x for slot, x in slots.items()}
     return named | {f"buffers.{name}": x for name, x in state.buffers.items()}
+
+
+def _of(name: str) -> str:
+    """Return the parameter or buffer that a tensor of a checkpoint is of."""
+    return name.split(".", 2 if name.startswith("slots.") else 1)[-1]
 
 
 def _file(rank: int) -> str:
@@ -372,15 +408,20 @@ def _ranks(mesh: Mesh) -> Iterator[tuple[int, tuple[int, ...]]]:
     yield from enumerate(product(*(range(size) for size in mesh.sizes.values())))
 
 
-def _stored(x: DTensor, mesh: Mesh) -> Stored:
-    """Describe where every part of a tensor is written, from its layout alone."""
+def _part(stage: int) -> str:
+    return f"stage-{stage:05d}.json"
+
+
+def _stored(x: DTensor, mesh: Mesh, first: int) -> dict[str, Any]:
+    """Describe for the manifest where every part of a tensor is written, from its layout alone; ``first`` is the first rank
+    of its stage."""
     placements, sizes = tuple(x.placements), tuple(mesh.sizes.values())
     slices = []
     for rank, coordinate in _ranks(mesh):
         bounds = tuple(local_bounds(x.shape, placements, sizes, coordinate))
         if _owner(placements, coordinate) and all(start < stop for start, stop in bounds):
-            slices.append(Slice(_file(rank), bounds))
-    return Stored(_NAMES[x.dtype], tuple(x.shape), tuple(slices))
+            slices.append({"file": _file(first + rank), "bounds": bounds})
+    return {"dtype": _NAMES[x.dtype], "shape": tuple(x.shape), "slices": slices}
 
 
 def _sync(path: Path) -> None:

@@ -6,19 +6,37 @@ tracebacks.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dtengine import loss_scale, optim
+import torch
+
+from dtengine import loss_scale, optim, trees
 from dtengine.data import BatchShape
 from dtengine.layout import Plan, head_axis, make_plan
-from dtengine.mesh import parse_mesh
-from dtengine.model import Model, ModelConfig, buffers, configure, load_model, parameters
-from dtengine.options import BatchOptions, MeshOptions, ModelOptions, OptimizerOptions, ProgramOptions, TrainOptions
+from dtengine.mesh import Mesh, parse_mesh
+from dtengine.model import Model, ModelConfig, Param, Tied, buffers, configure, load_model, parameters
+from dtengine.options import (
+    BatchOptions,
+    MeshOptions,
+    ModelOptions,
+    OptimizerOptions,
+    PipelineOptions,
+    ProgramOptions,
+    TrainOptions,
+)
 from dtengine.passes import PASSES
+from dtengine.pipeline.actions import Schedule
+from dtengine.pipeline.check import read_schedule
+from dtengine.pipeline.partition import deal, parse_layers
+from dtengine.pipeline.schedules import make
+from dtengine.pipeline.step import make_pipeline_step
 from dtengine.recompute import parse_saving
 from dtengine.state import StepConfig
+from dtengine.step import Step, make_step
+from dtengine.trace_cache import TraceCache
 
 
 @dataclass(frozen=True)
@@ -27,6 +45,8 @@ class Setup:
 
     Attributes:
         warnings: what is legal but wasteful, in words.
+        schedule: of a pipeline; None without one.
+        layers: blocks of each of its stages.
     """
 
     model: Model
@@ -36,6 +56,37 @@ class Setup:
     batch_shape: BatchShape
     step: StepConfig
     warnings: tuple[str, ...]
+    schedule: Schedule | None = None
+    layers: tuple[int, ...] = ()
+
+    def bind(
+        self,
+        mesh: Mesh,
+        optimizer: optim.Optimizer,
+        rate: Callable[[int], float],
+        device: torch.device | str = "cpu",
+        cache: TraceCache | None = None,
+    ) -> Step:
+        """Return the step on a mesh; see ``make_step``."""
+        arguments = (self.model, self.model_config, self.plan, mesh, optimizer, self.step, rate)
+        if self.schedule is None:
+            return make_step(*arguments, device, cache)
+        return make_pipeline_step(*arguments, self.schedule, self.layers, device)
+
+    def parameters_of(self, rank: int) -> dict[str, Param]:
+        """Return the parameters that a pipeline rank holds; all where there is no pipeline."""
+        specs = self.model.specs(self.model_config)
+        whole = parameters(specs)
+        if self.schedule is None:
+            return whole
+        numbers = iter(range(len(specs["blocks"])))
+        cut = [[f"blocks.{next(numbers)}" for _ in range(count)] for count in self.layers]
+        cut[0].insert(0, "embed")
+        cut[-1].append("head")
+        parts = {name for stage in self.schedule.stages(rank) for name in cut[stage]}
+        flat = {name: leaf for name, leaf in trees.flatten(specs).items() if _part(name) in parts}
+        used = {leaf.name if isinstance(leaf, Tied) else name for name, leaf in flat.items()}
+        return {name: param for name, param in whole.items() if name in used}
 
     def optimizer(self, options: OptimizerOptions) -> optim.Optimizer:
         """Return the optimizer that the options name."""
@@ -49,6 +100,7 @@ def resolve(
     batch: BatchOptions,
     optimizer: OptimizerOptions,
     program: ProgramOptions | None = None,
+    pipeline: PipelineOptions | None = None,
     **defaults: Any,
 ) -> Setup:
     """Resolve options, or raise ValueError in one short message.
@@ -126,7 +178,62 @@ def resolve(
     )
     heads = any("kv_heads" in leaf.names for leaf in leaves)
     wasteful = _wasteful(plan, config if heads else None, global_batch, shape)
-    return Setup(chosen, config, plan, global_batch, shape, step, tuple(wasteful))
+    if optimizer.warmup >= optimizer.steps > 1:
+        wasteful.append(
+            f"--warmup {optimizer.warmup} is as long as the run of {optimizer.steps} steps: the learning rate never reaches "
+            "--lr."
+        )
+    if sizes.get("pp", 1) > 1 and (program.passes or program.cuda_graphs or program.offload != "none"):
+        given = (
+            "--passes" if program.passes else "--cuda-graphs" if program.cuda_graphs else f"--offload {program.offload}"
+        )
+        raise ValueError(
+            f"{given} --mesh {mesh.mesh}: not there for pipelines yet. Leave it out, or use a mesh without pp."
+        )
+    schedule, layers = _stages(pipeline or PipelineOptions(), sizes.get("pp", 1), shape.microbatches, specs)
+    return Setup(chosen, config, plan, global_batch, shape, step, tuple(wasteful), schedule, layers)
+
+
+def _stages(
+    options: PipelineOptions, num_ranks: int, microbatches: int, specs: dict[str, Any]
+) -> tuple[Schedule | None, tuple[int, ...]]:
+    """Return the schedule of a pipeline and the layers of its stages.
+
+    Work is counted by the elements of matrices: a matrix takes part in one product for each token, an embedding in none.
+    """
+    if num_ranks == 1:
+        return None, ()
+    if options.schedule.endswith(".csv"):
+        path = Path(options.schedule)
+        if not path.is_file():
+            raise ValueError(
+                f"--schedule {path}: no such file. python -m dtengine.schedule --name 1f1b --csv {path} makes one."
+            )
+        schedule = read_schedule(path.read_text(), options.schedule, num_ranks)
+        if schedule.num_microbatches != microbatches:
+            raise ValueError(
+                f"--schedule {path}: a table of {schedule.num_microbatches} microbatches, the step has {microbatches}. "
+                f"Use --microbatches {schedule.num_microbatches}."
+            )
+    else:
+        schedule = make(options.schedule, num_ranks, microbatches, options.chunks)
+    blocks = [_work(tree) for tree in specs["blocks"]]
+    if options.stage_layers is not None:
+        return schedule, parse_layers(options.stage_layers, len(blocks), schedule.num_stages)
+    return schedule, deal(blocks, schedule.num_stages, 0.0, _work(specs["head"], specs))
+
+
+def _part(name: str) -> str:
+    """Return the part of a parameter: "embed", "blocks.3", "head"."""
+    words = name.split(".")
+    return ".".join(words[:2]) if words[0] == "blocks" else words[0]
+
+
+def _work(tree: Any, specs: dict[str, Any] | None = None) -> float:
+    """Count the elements of the matrices of a part; those of a tied one with ``specs`` of the whole model."""
+    owners = parameters(specs) if specs else {}
+    leaves = [owners.get(leaf.name, leaf) if isinstance(leaf, Tied) else leaf for leaf in trees.flatten(tree).values()]
+    return float(sum(math.prod(p.shape) for p in leaves if isinstance(p, Param) and len(p.shape) > 1))
 
 
 def _check_optimizer(options: OptimizerOptions) -> None:

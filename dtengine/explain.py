@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rich.console import Console
 from rich.markup import escape
@@ -25,8 +26,15 @@ def explain(setup: Setup, console: Console) -> None:
     Runs in one process, whatever the size of the mesh: activations come from a forward pass of rank 0 on fake tensors.
     Blocks that are alike are shown once.
     """
-    plan, sizes = setup.plan, setup.plan.sizes
-    console.print(f"[bold]plan {plan.name} on {plan.mesh_text()}[/]: {plan.num_ranks} ranks", highlight=False)
+    console.print(
+        f"[bold]plan {setup.plan.name} on {setup.plan.mesh_text()}[/]: {setup.plan.num_ranks} ranks", highlight=False
+    )
+    if setup.schedule is not None:
+        cut = ", ".join(map(str, setup.layers))
+        console.print(f"schedule {setup.schedule.name}; layers of its stages: {cut}; below, the ranks of one stage")
+    within = tuple((name, size) for name, size in setup.plan.mesh if name != "pp") or (("dp", 1),)
+    plan = replace(setup.plan, mesh=within)
+    sizes = plan.sizes
     wide = 8 if setup.step.precision == "fp64" else 4
     master = has_master(plan, setup.step.precision)  # stored in the compute dtype
     specs = setup.model.specs(setup.model_config)

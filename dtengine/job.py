@@ -96,7 +96,9 @@ def _absolute(options: TrainOptions) -> TrainOptions:
 def prepare(options: TrainOptions, changed: str, owner: bool) -> Job:
     """Resolve everything that needs no rank, or raise ValueError in one short message."""
     # 1. the model's sizes, for the length of a sequence; 2. the data; 3. all again, with the vocabulary of the data
-    first = config.resolve(options.mesh, options.model, options.batch, options.optimizer, options.program, **DEFAULTS)
+    first = config.resolve(
+        options.mesh, options.model, options.batch, options.optimizer, options.program, options.pipeline, **DEFAULTS
+    )
     data = options.data
     for name, low in (("eval_every", 0), ("eval_sequences", 1)):
         if getattr(data, name) < low:
@@ -107,7 +109,14 @@ def prepare(options: TrainOptions, changed: str, owner: bool) -> Job:
         data.data, first.model_config.seq, data.heldout_fraction, options.optimizer.seed, options.model.vocab
     )
     setup = config.resolve(
-        options.mesh, options.model, options.batch, options.optimizer, options.program, **DEFAULTS, vocab=corpus.vocab
+        options.mesh,
+        options.model,
+        options.batch,
+        options.optimizer,
+        options.program,
+        options.pipeline,
+        **DEFAULTS,
+        vocab=corpus.vocab,
     )
     if setup.model_config.vocab < corpus.vocab:
         raise ValueError(

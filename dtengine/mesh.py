@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -11,7 +12,7 @@ from dtengine.layout import MESH_AXES
 from dtengine.torch_private import flat_group
 
 _POSITIONAL = {1: ("dp",), 2: ("dp", "tp"), 3: ("pp", "dp", "tp")}
-_NOT_YET = {"pp": "pipelines are", "cp": "context parallelism is", "ep": "expert parallelism is"}
+_NOT_YET = {"cp": "context parallelism is", "ep": "expert parallelism is"}
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -81,21 +82,41 @@ def check_world(text: str, mesh: Mapping[str, int], world_size: int, launcher: s
     )
 
 
+class Pipe(NamedTuple):
+    """Where a rank is among the stages of a pipeline.
+
+    Attributes:
+        rank: its index on the mesh axis pp.
+        size: of that axis.
+        group: process-group name of the ranks that have its place in other stages.
+        everyone: process-group name of all ranks.
+    """
+
+    rank: int
+    size: int
+    group: str
+    everyone: str
+
+
 @dataclass(frozen=True)
 class Mesh:
     """A DeviceMesh as one rank sees it, with the name of every group that a step may communicate in.
+
+    Under pipelines it is the mesh of the ranks of one stage: tensors are laid out within a stage.
 
     Attributes:
         device_mesh: named torch DeviceMesh over all ranks.
         sizes: {mesh axis: size} in mesh order.
         coordinate: this rank's index on each mesh axis, in mesh order.
         groups: {mesh axes: process-group name} for each axis and each set of axes with more than one rank.
+        pipe: its place in the pipeline; None without one.
     """
 
     device_mesh: DeviceMesh
     sizes: dict[str, int]
     coordinate: tuple[int, ...]
     groups: dict[tuple[str, ...], str]
+    pipe: Pipe | None = None
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -106,6 +127,16 @@ class Mesh:
     def num_ranks(self) -> int:
         """Product of the mesh sizes."""
         return num_ranks(self.sizes)
+
+    @property
+    def world(self) -> int:
+        """Number of all ranks, those of other stages included."""
+        return self.num_ranks * (self.pipe.size if self.pipe else 1)
+
+    @property
+    def everyone(self) -> str | None:
+        """Process-group name of all ranks, those of other stages included; None where there is one rank."""
+        return self.pipe.everyone if self.pipe else self.groups.get(self.split_axes())
 
     def split_axes(self) -> tuple[str, ...]:
         """The mesh axes with more than one rank."""
@@ -125,12 +156,21 @@ def build_mesh(sizes: Mapping[str, int], device: torch.device | str = "cpu") -> 
     A sum over several axes is one collective over their flattened group; all groups are made here, in one order on
     all ranks, which keeps group creation out of the step.
     """
-    device_mesh = init_device_mesh(torch.device(device).type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    stage = {name: size for name, size in sizes.items() if name != "pp"} or {"dp": 1}
+    stages = sizes.get("pp", 1)
+    whole = {"pp": stages, **stage} if stages > 1 else stage
+    root = init_device_mesh(torch.device(device).type, tuple(whole.values()), mesh_dim_names=tuple(whole))
+    device_mesh = root[tuple(stage)] if stages > 1 else root
     coordinate = device_mesh.get_coordinate()
     assert coordinate is not None, "the mesh covers every rank"
-    split = [name for name, size in sizes.items() if size > 1]
-    groups: dict[tuple[str, ...], str] = {(name,): device_mesh.get_group(name).group_name for name in split}
+    split = [name for name, size in stage.items() if size > 1]
+    groups: dict[tuple[str, ...], str] = {(name,): root.get_group(name).group_name for name in split}
     for count in range(2, len(split) + 1):
         for names in itertools.combinations(split, count):
-            groups[names] = flat_group(device_mesh, names).group_name
-    return Mesh(device_mesh, dict(sizes), tuple(coordinate), groups)
+            groups[names] = flat_group(root, names).group_name
+    pipe = None
+    if stages > 1:
+        own = root.get_group("pp").group_name
+        everyone = flat_group(root, ("pp", *split)).group_name if split else own
+        pipe = Pipe(root.get_local_rank("pp"), stages, own, everyone)
+    return Mesh(device_mesh, stage, tuple(coordinate), groups, pipe)

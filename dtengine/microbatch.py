@@ -169,7 +169,7 @@ class Microbatch:
             (this coordinate's summed loss, {name: reduced gradient in the optimizer layout}, new values of ``running``).
         """
         order = self.order
-        keys = self._keys(run, key)
+        keys = self.keys(run, key)
         whole: dict[str, Value] = {}
         saved: list[Any] = []
         latest: dict[str, Value] = {}
@@ -264,7 +264,7 @@ class Microbatch:
         """Whether more than one part uses a parameter."""
         return sum(name in part.names for part in self.order.parts) > 1
 
-    def _keys(self, run: Executor, key: Value) -> list[Value]:
+    def keys(self, run: Executor, key: Value) -> list[Value]:
         """Return the dropout key of each part."""
         parts = self.order.parts
         if not self.dropout:
@@ -288,7 +288,7 @@ class Microbatch:
             for n in self.parameters.specs
         )
 
-    def _held(self, name: str, source: Placements) -> Placements:
+    def held(self, name: str, source: Placements) -> Placements:
         """Return the placements in which a gradient is accumulated: split where the grads layout splits, else as it came."""
         split = self.parameters.placements(self.parameters.plan.grads, name)
         return tuple(b if isinstance(b, Shard) else s for s, b in zip(source, split, strict=True))
@@ -346,7 +346,7 @@ class Microbatch:
         buffer = next(rest, None)
         shapes = [parameters.specs[n].shape for n in names]
         if buffer is not None or not last:
-            held = [self._held(n, p) for n, p in zip(names, placed, strict=True)]
+            held = [self.held(n, p) for n, p in zip(names, placed, strict=True)]
             local = redistribute(local, [Move(*m) for m in zip(placed, held, shapes, strict=True)], mesh)
             placed = held
         if buffer is not None:
@@ -387,7 +387,7 @@ class Microbatch:
 
     def buffer(self, names: Sequence[str], sources: Sequence[Sequence[Placements]]) -> Buffer:
         """Lay a group's accumulation buffer out; what is reduced together stands together."""
-        laid = [(n, self._held(n, self._source(n, found))) for n, found in zip(names, sources, strict=True)]
+        laid = [(n, self.held(n, self._source(n, found))) for n, found in zip(names, sources, strict=True)]
         laid.sort(key=lambda pair: [type(p).__name__ for p in pair[1]])
         shapes = tuple(tuple(self.parameters.empty(n, p).shape) for n, p in laid)
         return Buffer(tuple(n for n, _ in laid), shapes)

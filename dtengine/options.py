@@ -154,6 +154,19 @@ class ProgramOptions:
 
 
 @dataclass(frozen=True)
+class PipelineOptions:
+    """How a mesh with pp cuts the model into stages, and in which order they run."""
+
+    schedule: str = "1f1b"
+    """gpipe, 1f1b, interleaved, loopedbfs, zb-h1, zb-h2, interleaved-zb, zbv, v-half, v-min, dualpipev, or a table of your
+    own as FILE.csv; python -m dtengine.schedule shows them."""
+    chunks: int | None = None
+    """Stages a rank, where the schedule leaves it free; else 2."""
+    stage_layers: str | None = None
+    """Layers of each stage, such as 5,6,6,5. Default: dealt by the work of layers and head."""
+
+
+@dataclass(frozen=True)
 class DataOptions:
     """What to train on, and what to hold out."""
 
@@ -203,6 +216,7 @@ class TrainOptions:
     batch: Annotated[BatchOptions, OmitArgPrefixes] = field(default_factory=BatchOptions)
     optimizer: Annotated[OptimizerOptions, OmitArgPrefixes] = field(default_factory=OptimizerOptions)
     program: Annotated[ProgramOptions, OmitArgPrefixes] = field(default_factory=ProgramOptions)
+    pipeline: Annotated[PipelineOptions, OmitArgPrefixes] = field(default_factory=PipelineOptions)
     data: Annotated[DataOptions, OmitArgPrefixes] = field(default_factory=DataOptions)
     run: Annotated[RunOptions, OmitArgPrefixes] = field(default_factory=RunOptions)
 
@@ -243,7 +257,9 @@ def from_json(text: str) -> TrainOptions:
         groups = {}
         for group in dataclasses.fields(TrainOptions):
             kind = type(getattr(TrainOptions(), group.name))
-            if group.name == "program" and group.name not in stored and "mesh" in stored:  # of an earlier version
+            if (
+                group.name in ("program", "pipeline") and group.name not in stored and "mesh" in stored
+            ):  # of an earlier version
                 groups[group.name] = kind()
                 continue
             known = {f.name for f in dataclasses.fields(kind)}

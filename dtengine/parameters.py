@@ -36,6 +36,7 @@ class Parameters:
         precision: a key of COMPUTE_DTYPES.
         device: of this rank.
         buffers: {name: Buffer}; they lie in the compute layout.
+        borrowed: those that another stage of a pipeline has as well, and counts as its own.
     """
 
     specs: dict[str, Param]
@@ -44,6 +45,7 @@ class Parameters:
     precision: str
     device: torch.device
     buffers: dict[str, Buffer] = field(default_factory=dict)
+    borrowed: frozenset[str] = frozenset()
 
     @property
     def dtype(self) -> torch.dtype:

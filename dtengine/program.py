@@ -110,6 +110,8 @@ class CudaGraph:
 def collectives_of(graph: fx.Graph, mesh: Mesh) -> list[Collective]:
     """List the collectives of a graph, in the order in which they are issued."""
     axes_of_group = {group: axes for axes, group in mesh.groups.items()}
+    if mesh.pipe is not None:
+        axes_of_group |= {mesh.pipe.everyone: ("pp", *mesh.split_axes()), mesh.pipe.group: ("pp",)}
     found = []
     for node in [inner for n in graph.nodes for inner in n.meta.get("inside", (n,))]:
         if node.op != "call_function" or not is_collective(node):

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from dtengine.config import Setup
 from dtengine.data import Batch
 from dtengine.mesh import Mesh
-from dtengine.model import forward
+from dtengine.model import buffers, forward, parameters
 from dtengine.ops import Ops
-from dtengine.shard import gather
+from dtengine.pipeline.step import whole_tensors
 from dtengine.state import State
 
 LARGEST_BYTES = 4 << 30  # parameters above this are not gathered to one rank for a sample
@@ -34,12 +34,13 @@ def sample_text(setup: Setup, state: State, mesh: Mesh, length: int, byte_level:
     size = sum(math.prod(p.shape) * p.element_size() for p in held.values())
     if length == 0 or size > LARGEST_BYTES:
         return None
-    params = dict(zip(held, gather(list(held.values()), mesh), strict=True))
+    specs, seq = setup.model.specs(setup.model_config), setup.model_config.seq
+    leaves = {**parameters(specs), **buffers(specs)}
+    params = whole_tensors(held, {name: leaf.shape for name, leaf in leaves.items()}, mesh)
     if dist.get_rank() != 0:
         return None
     device = next(iter(params.values())).device
     generator = torch.Generator().manual_seed(seed)
-    specs, seq = setup.model.specs(setup.model_config), setup.model_config.seq
     start = list(b"\ndef ") if byte_level else [0]
     tokens = torch.tensor([start], device=device)
     with torch.inference_mode():

@@ -130,7 +130,7 @@ class Step:
         """Return the raw gradients of a step, reduced to the optimizer layout and not clipped; for tests and verify."""
         self.prepare()
         if "gradients" not in self.programs:
-            self._make("gradients")
+            self.make("gradients")
         params, _, running, _, scalars, scale = self._accumulated(state, batches, count)
         found = self.programs["gradients"](*params, *running, *batches[-1], *scalars, *scale, *self.sums.values())
         layout = self.plan.optimizer
@@ -149,9 +149,9 @@ class Step:
         for batch in batches:
             name = f"evaluate {'x'.join(map(str, batch.tokens.shape))}"  # a program serves one shape
             if name not in self.programs:
-                self._make(name, batch)
+                self.make(name, batch)
             total += torch.stack(self.programs[name](*local, *batch)).to(torch.float64)
-        total = self._over_data(total)
+        total = self.over_data(total)
         return (total[0] / total[1]).item(), total[1].item()
 
     def global_count(self, batches: Sequence[Batch]) -> float:
@@ -161,15 +161,15 @@ class Step:
             One all-reduce of a scalar over the mesh.
         """
         local = sum(torch.where(b.targets >= 0, b.weights, 0).sum(dtype=torch.float64) for b in batches)
-        return self._over_data(torch.as_tensor(local, dtype=torch.float64, device=self.device).reshape(1)).item()
+        return self.over_data(torch.as_tensor(local, dtype=torch.float64, device=self.device).reshape(1)).item()
 
     def prepare(self) -> None:
         """Make the programs of a step and compare their collectives over all ranks, where that was not done yet."""
         if "step" in self.programs:
             return
         if self.config.microbatches > 1:
-            self._make("accumulate")
-        self._make("step")
+            self.make("accumulate")
+        self.make("step")
 
     def collectives(self) -> dict[str, dict[str, int]]:
         """Return {mesh axes: {operation: count}} of one step."""
@@ -178,7 +178,10 @@ class Step:
         return count_collectives(programs)
 
     def memory(self) -> MemoryEstimate | None:
-        """Estimate what this rank holds at the peak of a step, from its programs; None where nothing is traced."""
+        """Estimate what this rank holds at the peak of a step, from its programs; None where they do not show it: where
+        nothing is traced, or Inductor made of a part what it thought best."""
+        if self.config.compile:
+            return None
         programs = [self.programs[name] for name in ("accumulate", "step") if name in self.programs]
         graphs = [program.graph.graph for program in programs if isinstance(program, Program)]
         alignment = 1 if self.device.type == "cpu" else CUDA_ALIGNMENT
@@ -205,7 +208,7 @@ class Step:
     def record(self, record: Callable[[Recorded], None]) -> None:
         """Run a forward pass on fake tensors and report each value that an operation made."""
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
-            examples = self._examples()
+            examples = self.examples()
             fakes = {name: [mode.from_tensor(t) for t in tensors] for name, tensors in examples.items()}
             functions = PartFunctions(self.functions.model, self.parameters, self.functions.ops, record=record)
             run = EagerExecutor(functions, parse_saving("none", None))
@@ -222,7 +225,7 @@ class Step:
     @property
     def effects(self) -> list[Effect]:
         """What each pass did to each graph."""
-        return self._executor.effects
+        return self.executor.effects
 
     # --- the functions that become programs -----------------------------------------------------------------------
 
@@ -276,10 +279,18 @@ class Step:
         if program == "gradients":
             raw = [*scale, *(grads[n] for n in self.params)]
             return run.call(("unscale",), lambda scale, *grads: unscale(list(grads), scale), raw) if scale else raw
-        so_far, *now = rest
         if program == "accumulate":
+            so_far = rest[0]
             return [*run.call(("add",), lambda a, b: [a + b], [so_far, loss]), *(latest[n] for n in running)]
+        return self.updated(run, inputs, grads, latest, loss)
+
+    def updated(
+        self, run: Any, inputs: Mapping[str, list], grads: Mapping[str, Any], latest: Mapping[str, Any], loss: Any
+    ) -> list:
+        """End a step: reduced gradients to new parameters, and new values of the model's buffers."""
         names = list(self.params)
+        inverse, _, so_far, *now = inputs["scalars"]
+        scale = inputs["scale"]
 
         def update(*tensors: Tensor) -> list[Tensor]:
             rest = iter(tensors)
@@ -297,14 +308,15 @@ class Step:
 
         scalars = [inverse, so_far, loss, *now, *scale]
         changed = [*inputs["params"], *inputs["master"], *inputs["slots"]]
-        held = [x for old, new in zip(inputs["buffers"], (latest[n] for n in running), strict=True) for x in (old, new)]
+        news = (latest[n] for n in self.parameters.buffers)
+        held = [x for old, new in zip(inputs["buffers"], news, strict=True) for x in (old, new)]
         return run.call(("update",), update, [*changed, *(grads[n] for n in names), *held, *scalars])
 
-    def _make(self, name: str, batch: Batch | None = None) -> None:
+    def make(self, name: str, batch: Batch | None = None) -> None:
         """Make a program, and compare its collectives over all ranks."""
         groups = _INPUTS[name.split()[0]]
         num_scalars = {"step": 5, "accumulate": 3, "gradients": 2}.get(name, 0)
-        examples = self._examples(batch)
+        examples = self.examples(batch)
         examples["scalars"] = examples["scalars"][:num_scalars]
         if self.config.eager:
 
@@ -312,17 +324,17 @@ class Step:
                 rest = iter(tensors)
                 inputs = {g: [next(rest) for _ in examples[g]] for g in groups}
                 with torch.no_grad():
-                    return self._run(EagerExecutor(self.functions, self._saving), name, inputs, self._buffer)
+                    return self._run(EagerExecutor(self.functions, self.saving), name, inputs, self.sum_buffer)
 
             self.programs[name] = untraced
             return
         key, module = self._recall(name, {g: examples[g] for g in groups})
         if module is None:
-            run = self._executor
+            run = self.executor
             run.begin()
             inputs = {g: [run.placeholder(f"{g}_{i}", t) for i, t in enumerate(examples[g])] for g in groups}
             outputs = self._run(
-                run, name, inputs, lambda g, size: run.placeholder(f"buffer_{g}", self._buffer(g, size))
+                run, name, inputs, lambda g, size: run.placeholder(f"buffer_{g}", self.sum_buffer(g, size))
             )
             module = run.end(name, outputs)
             if self.cache is not None and key is not None:
@@ -352,27 +364,29 @@ class Step:
                 "optimizer": self.updater.optimizer,
             }
         )
-        module = None if key is None else self.cache.load(key, mesh, self.device, self._executor.mode)
+        module = None if key is None else self.cache.load(key, mesh, self.device, self.executor.mode)
         if any(self._agree([module is None])) or module is None:
             return key, None
         for node in module.graph.find_nodes(op="placeholder"):
             group = str(node.target).partition("buffer_")[2]
             if group:
-                self._buffer(int(group), node.meta["val"].numel())
+                self.sum_buffer(int(group), node.meta["val"].numel())
         self.recalled.add(name)
         return key, module
 
     # --- parts of them --------------------------------------------------------------------------------------------
 
     @cached_property
-    def _saving(self) -> Any:
+    def saving(self) -> Any:
+        """What blocks keep for their backward."""
         return parse_saving(self.config.recompute, self.config.activation_budget)
 
     @cached_property
-    def _executor(self) -> GraphExecutor:
+    def executor(self) -> GraphExecutor:
+        """What records programs; its traces are shared by all of them."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         return GraphExecutor(
-            self.functions, self._saving, mode, self._agree, self.config.disable_pass, self.config.compile
+            self.functions, self.saving, mode, self._agree, self.config.disable_pass, self.config.compile
         )
 
     def _agree(self, flags: list[bool]) -> list[bool]:
@@ -384,18 +398,18 @@ class Step:
         table = all_gather_flat(mine, self.mesh.num_ranks, everyone).view(self.mesh.num_ranks, -1)
         return table.any(0).tolist()
 
-    def _buffer(self, group: int, size: int) -> Tensor:
+    def sum_buffer(self, group: int, size: int) -> Tensor:
         """Return the flat accumulation buffer of a group."""
         if group not in self.sums:
             self.sums[group] = torch.zeros(size, dtype=self.dtype, device=self.device)
         return self.sums[group]
 
-    def _over_data(self, values: Tensor) -> Tensor:
+    def over_data(self, values: Tensor) -> Tensor:
         """Sum over the data-parallel coordinates."""
         group = self.mesh.groups.get(tuple(a for a in self.mesh.split_axes() if a in self.plan.data_axes))
         return values if group is None else all_reduce(values.clone(), "sum", group)
 
-    def _examples(self, batch: Batch | None = None) -> dict[str, list[Tensor]]:
+    def examples(self, batch: Batch | None = None) -> dict[str, list[Tensor]]:
         """Return tensors of the shapes and dtypes that programs are traced for, by group of inputs."""
         config, device, parameters = self.config, self.device, self.parameters
         tokens = torch.empty(config.microbatch, config.seq, dtype=torch.int64, device=device)
@@ -434,6 +448,7 @@ _INPUTS = {
     "step": ("params", "master", "slots", "buffers", "running", "batch", "scalars", "scale"),
     "gradients": ("params", "running", "batch", "scalars", "scale"),
     "evaluate": ("params", "running", "batch"),
+    "gather": ("params",),  # of pipelines
 }
 
 

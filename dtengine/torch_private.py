@@ -44,6 +44,7 @@ __all__ = [
     "inductor",
     "fused_adamw_",
     "graph_of",
+    "group_of",
     "norms",
     "onednn_matmul",
     "opaque_onednn_matmul",
@@ -146,12 +147,13 @@ def graph_of(function: Callable[..., list[Tensor]], fakes: Sequence[Tensor]) -> 
 ONE_EXCHANGE, TWO_EXCHANGES, GATHER = 1 << 20, 1 << 21, 1 << 22
 
 
-def _group(name: str) -> ProcessGroup:
+def group_of(name: str) -> ProcessGroup:
+    """Return a process group by its name."""
     return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def _on_gloo(group: str) -> bool:
-    return dist.get_backend(_group(group)) == "gloo"
+    return dist.get_backend(group_of(group)) == "gloo"
 
 
 def _exchange(rows: Tensor, group: str, operation: str) -> Tensor:
@@ -172,7 +174,7 @@ def all_gather(tensors: list[Tensor], group: str) -> list[Tensor]:
 
     On gloo up to ``GATHER`` bytes of results by an exchange, which needs as much memory once more.
     """
-    parts = _group(group).size()
+    parts = group_of(group).size()
     if not _on_gloo(group) or parts * sum(t.numel() * t.element_size() for t in tensors) > GATHER:
         gathered = _collectives.all_gather_into_tensor_coalesced(tensors, parts, group)
         return [_collectives.wait_tensor(g).view(parts, *t.shape) for g, t in zip(gathered, tensors, strict=True)]
@@ -194,7 +196,7 @@ def all_reduce(tensor: Tensor, operation: str, group: str) -> Tensor:
     ``TWO_EXCHANGES``) through two; both add in rank order, and a maximum does not lose a NaN. Beyond that gloo's own is
     faster (measured on 2 ranks from about 4 MB on).
     """
-    parts, size = _group(group).size(), tensor.numel() * tensor.element_size()
+    parts, size = group_of(group).size(), tensor.numel() * tensor.element_size()
     if _on_gloo(group) and parts * size <= ONE_EXCHANGE:
         rows = _exchange(tensor.reshape(1, -1).expand(parts, -1).contiguous(), group, "all_reduce")
         return _reduced(rows, operation).view(tensor.shape)
@@ -229,12 +231,13 @@ def add_(sums: list[Tensor], terms: list[Tensor]) -> None:
 
 def scale(tensors: list[Tensor], factor: Tensor | float | list[float]) -> list[Tensor]:
     """Multiply tensors by one scalar, or each by its own, in one call."""
-    return list(torch._foreach_mul(tensors, factor))  # type: ignore[attr-defined]
+    return list(torch._foreach_mul(tensors, factor)) if tensors else []  # type: ignore[attr-defined]
 
 
 def scale_(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply tensors by a scalar tensor in place, in one call; torch.optim uses it, public name: none yet."""
-    torch._foreach_mul_(tensors, factor)  # type: ignore[attr-defined]
+    if tensors:  # torch refuses an empty list
+        torch._foreach_mul_(tensors, factor)  # type: ignore[attr-defined]
 
 
 def keep_on_host(tensor: DTensor) -> DTensor:

@@ -28,7 +28,7 @@ from dtengine.options import TrainOptions, fail, to_json
 from dtengine.passes_report import report_passes
 from dtengine.sample import sample_text
 from dtengine.state import Metrics, State
-from dtengine.step import Step, init_state, make_step
+from dtengine.step import Step, init_state
 from dtengine.torch_private import all_gather_flat, preload
 from dtengine.trace_cache import TraceCache, cache_folder
 from dtengine.watch import Watch
@@ -150,9 +150,7 @@ def run_rank(job: Job, backend: str) -> None:
         mesh = build_mesh(setup.plan.sizes, device)
         optimizer = setup.optimizer(options.optimizer)
         cache = TraceCache(folder) if options.run.trace_cache and (folder := cache_folder()) else None
-        step = make_step(
-            setup.model, setup.model_config, setup.plan, mesh, optimizer, setup.step, job.rate, device, cache
-        )
+        step = setup.bind(mesh, optimizer, job.rate, device, cache)
         state, start = init_state(step), 0
         if job.resumed is not None:
             state = checkpoint.load(job.resumed, state, mesh)
@@ -218,7 +216,7 @@ def steps(job: Job, step: Step, state: State, mesh: Mesh, device: torch.device, 
             if done == last or done % options.run.save_every == 0:
                 if watch is not None:
                     watch.status.update(status="saving")
-                checkpoint.save(job.folder / "checkpoints", state, mesh, facts(job, done))
+                checkpoint.save(job.folder / "checkpoints", state, mesh, facts(job, done), step.parameters.borrowed)
                 if watch is not None:
                     watch.saved()
     if watch is not None:
@@ -240,8 +238,7 @@ def memory_of_ranks(step: Step, mesh: Mesh) -> list[dict[str, int]]:
         return []
     numbers = estimate.numbers
     mine = torch.tensor(list(numbers.values()), dtype=torch.int64, device=step.device)
-    everyone = mesh.groups.get(mesh.split_axes())
-    table = mine if everyone is None else all_gather_flat(mine, mesh.num_ranks, everyone)
+    table = mine if mesh.everyone is None else all_gather_flat(mine, mesh.world, mesh.everyone)
     return [dict(zip(numbers, row, strict=True)) for row in table.view(-1, len(numbers)).tolist()]
 
 
@@ -279,7 +276,7 @@ def data_coordinates(mesh: Mesh, plan: Plan) -> list[int]:
     found = []
     for index in product(*(range(size) for size in mesh.sizes.values())):
         found.append(replace(mesh, coordinate=index).data_coordinate(plan.data_axes))
-    return found
+    return found * (mesh.pipe.size if mesh.pipe else 1)  # pp is the outermost axis
 
 
 def check_same_tokens(checksum: int, mesh: Mesh, plan: Plan) -> None:
@@ -288,10 +285,10 @@ def check_same_tokens(checksum: int, mesh: Mesh, plan: Plan) -> None:
     Raises:
         RuntimeError: on all ranks alike, naming those that differ.
     """
-    if mesh.num_ranks == 1:
+    if mesh.everyone is None:
         return
     mine = torch.tensor([checksum], dtype=torch.int64, device=mesh.device_mesh.device_type)
-    sums = all_gather_flat(mine, mesh.num_ranks, mesh.groups[mesh.split_axes()]).tolist()
+    sums = all_gather_flat(mine, mesh.world, mesh.everyone).tolist()
     first: dict[int, int] = {}
     wrong = []
     for rank, coordinate in enumerate(data_coordinates(mesh, plan)):

@@ -129,6 +129,8 @@ class Updater:
         parameters, plan = self.parameters, self.parameters.plan
         named = list(parameters.specs.items())
         for bucket in [range(len(shards))] if self.offload == "none" else self.buckets:
+            if not bucket:  # a stage without layers has no parameters
+                continue
             own_shards, own_slots = [shards[i] for i in bucket], [slots[i] for i in bucket]
             if self.offload != "none":
                 own_slots = [{name: fetch(x, parameters.device) for name, x in own.items()} for own in own_slots]
@@ -159,6 +161,7 @@ class Updater:
             g
             for name, g in zip(self.parameters.specs, grads, strict=True)
             if g.numel()
+            and name not in self.parameters.borrowed
             and not any(
                 isinstance(p, Replicate) and at[m]
                 for m, p in zip(mesh.axes, self.parameters.placements(plan.optimizer, name), strict=True)
@@ -172,7 +175,7 @@ class Updater:
         # A max over ranks may lose a NaN (gloo's does), a sum does not: 0 where the term is finite, else NaN.
         head = torch.stack([mine, (term * 0 if math.isinf(order) else term).to(loss.dtype)])
         vector = torch.cat([head, bad])
-        everyone = mesh.groups.get(mesh.split_axes())
+        everyone = mesh.everyone
         if everyone is not None:
             vector = all_reduce(vector, "sum", everyone)
             if math.isinf(order):

@@ -32,10 +32,19 @@ from dtengine.data import IGNORE, Batch, rows_of
 from dtengine.mesh import Mesh, build_mesh
 from dtengine.model import buffers, forward_with_buffers, parameters
 from dtengine.ops import Ops
-from dtengine.options import BatchOptions, MeshOptions, ModelOptions, OptimizerOptions, ProgramOptions, fail, parse
+from dtengine.options import (
+    BatchOptions,
+    MeshOptions,
+    ModelOptions,
+    OptimizerOptions,
+    PipelineOptions,
+    ProgramOptions,
+    fail,
+    parse,
+)
 from dtengine.parameters import COMPUTE_DTYPES, init_param
-from dtengine.shard import gather
-from dtengine.step import init_state, make_step
+from dtengine.pipeline.step import whole_tensors
+from dtengine.step import init_state
 from dtengine.torch_private import preload
 
 TOLERANCES = {"fp64": 1e-9, "fp32": 2e-4}
@@ -78,6 +87,7 @@ class VerifyOptions:
         # A small loss scale, that nothing overflows in a few steps: it is the same in all of them.
         default_factory=lambda: ProgramOptions(precision="fp64", loss_scale=1024.0)
     )
+    pipeline: Annotated[PipelineOptions, OmitArgPrefixes] = field(default_factory=PipelineOptions)
 
 
 class Trained(NamedTuple):
@@ -200,19 +210,19 @@ def train_plan(
     batches = [Batch(*(t[r] for t in padded)) for r in rows]
     count = torch.where(batch.targets >= 0, batch.weights, 0).sum(dtype=torch.float64).item()
     optimizer = optim.sgd(options.momentum, options.weight_decay)
-    step = make_step(setup.model, setup.model_config, plan, mesh, optimizer, setup.step, lambda step: options.lr)
+    step = setup.bind(mesh, optimizer, lambda step: options.lr)
     state = init_state(step)
     raw = step.gradients(state, batches, count)
-    grads = dict(zip(raw, gather(list(raw.values()), mesh), strict=True))
+    specs = setup.model.specs(setup.model_config)
+    shapes = {name: leaf.shape for name, leaf in (*parameters(specs).items(), *buffers(specs).items())}
+    grads = whole_tensors(raw, shapes, mesh)
     losses, norm = [], 0.0
     for number in range(options.steps):
         state, metrics = step(state, batches, count)
         losses.append(metrics.loss.item())
         if number == 0:
             norm = metrics.norm.item()
-    params, held = (
-        dict(zip(some, gather(list(some.values()), mesh), strict=True)) for some in (state.weights, state.buffers)
-    )
+    params, held = whole_tensors(state.weights, shapes, mesh), whole_tensors(state.buffers, shapes, mesh)
     return Trained(losses, grads, norm, params, held), replicas_equal(state, mesh), step.collectives()
 
 
@@ -287,7 +297,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         note_unused(options)
         setup = resolve(
-            options.mesh, options.model, options.batch, options.optimizer, options.program, global_batch=7, **DEFAULTS
+            options.mesh,
+            options.model,
+            options.batch,
+            options.optimizer,
+            options.program,
+            options.pipeline,
+            global_batch=7,
+            **DEFAULTS,
         )
         tolerance = options.check.tolerance
         if tolerance is not None and not (math.isfinite(tolerance) and tolerance >= 0):

@@ -13,7 +13,7 @@ from dtengine.data import BatchShape, bigram_loss
 from dtengine.job import Job
 from dtengine.layout import Layout, local_bounds
 from dtengine.model import buffers, parameters
-from dtengine.options import TrainOptions
+from dtengine.options import PipelineOptions, TrainOptions
 from dtengine.parameters import COMPUTE_DTYPES, has_master
 from dtengine.step import Step
 
@@ -180,6 +180,9 @@ def prove_options(options: TrainOptions) -> str:
     for name, value in [*asdict(options.model).items(), *asdict(options.batch).items()]:
         if value is not None:
             words += [f"--{name.replace('_', '-')}", str(value)]
+    for name, value in asdict(options.pipeline).items():
+        if value != getattr(PipelineOptions(), name):
+            words += [f"--{name.replace('_', '-')}", str(value)]
     return shlex.join(words)
 
 
@@ -193,15 +196,17 @@ def start_facts(
     whole = sum(math.prod(p.shape) for p in params.values())
     sizes = tuple(plan.sizes.values())
 
+    own = setup.parameters_of(0)
+
     def held(layout: Layout) -> int:
-        placed = [(p.shape, layout.placements(p.names, plan.sizes)) for p in params.values()]
+        placed = [(p.shape, layout.placements(p.names, plan.sizes)) for p in own.values()]
         bounds = [local_bounds(shape, placements, sizes, (0,) * len(sizes)) for shape, placements in placed]
         return sum(math.prod(stop - start for start, stop in one) for one in bounds)
 
     def state(whole: bool) -> int:
         """Numbers of the optimizer's state that a rank holds, or one device would."""
         total = 0
-        for param in params.values():
+        for param in (params if whole else own).values():
             placements = plan.optimizer.placements(param.names, plan.sizes)
             for slot in optimizer.slots(param).values():
                 bounds = local_bounds(slot.shape, slot.placements(placements), sizes, (0,) * len(sizes))
@@ -222,11 +227,15 @@ def start_facts(
                        f"gradients and optimizer state {screens.bytes_text(total)} a rank"),
         ("global batch", screens.batch_text(plan, shape.microbatches, shape.microbatch)),
         ("tokens", f"{screens.count_text(job.tokens)} a step; {job.corpus.source}"),
+        ("optimizer", f"{job.options.optimizer.optimizer}, {job.options.optimizer.steps} steps"),
         ("learning rate", rate + (f" ({job.rate_note})" if job.rate_note else "")),
         ("ranks", f"{environment.world_size} by {environment.launcher}, {backend} on {device.type}, "
                   f"{torch.get_num_threads()} thread(s) each, {setup.step.precision}"),
         ("folder", str(job.folder)),
     ]  # fmt: skip
+    if setup.schedule is not None:
+        layers = ", ".join(map(str, setup.layers))
+        facts.insert(1, ("pipeline", f"{setup.schedule.name}, {len(setup.layers)} stages of {layers} layers"))
     if held_buffers := buffers(specs):
         numbers = screens.count_text(sum(math.prod(b.shape) for b in held_buffers.values()))
         facts.append(("buffers", f"{numbers} numbers beside the parameters"))

@@ -51,6 +51,7 @@ def setup(
         BatchOptions(**batch or {}),
         OptimizerOptions(**optimizer),
         ProgramOptions(**program or {}),
+        None,
         **SMALL,
     )
 
@@ -111,6 +112,9 @@ OPTIONS = {
     "--cuda-graphs": (None, "cuda_graphs", True),
     "--passes": (None, "passes", True),
     "--eager": (None, "eager", True),
+    "--schedule": ("zbv", "schedule", "zbv"),
+    "--chunks": ("3", "chunks", 3),
+    "--stage-layers": ("2,3", "stage_layers", "2,3"),
     "--data": ("a.txt", "data", ("a.txt",)),
     "--heldout-fraction": ("0.1", "heldout_fraction", 0.1),
     "--eval-every": ("0", "eval_every", 0),

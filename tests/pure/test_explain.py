@@ -87,7 +87,7 @@ def show(setup: Setup) -> tuple[str, list[Heading], list[Heading]]:
 def make(mesh: str, plan: str, model: str, precision: str = "fp32", **sizes) -> Setup:
     options = ProgramOptions(precision=precision)  # type: ignore[arg-type]
     where = MeshOptions(mesh, plan)  # type: ignore[arg-type]
-    return resolve(where, ModelOptions(model), BatchOptions(), OptimizerOptions(), options, **SMALL | sizes)
+    return resolve(where, ModelOptions(model), BatchOptions(), OptimizerOptions(), options, None, **SMALL | sizes)
 
 
 @cache

@@ -11,7 +11,7 @@ from dtengine.mesh import Mesh, build_mesh, check_world, num_ranks, parse_mesh
 from dtengine.torch_private import fake_process_group
 
 FORM = "A mesh is sizes as 8 or 2x4, or named axes as rep=2,dp=2,tp=2."
-NAMES = "Use rep, dp, tp."
+NAMES = "Use pp, rep, dp, tp."
 
 
 def no_number(text: str, size: str, name: str = "dp") -> str:
@@ -90,8 +90,6 @@ def test_what_is_no_mesh_is_one_short_message(text, message):
 @pytest.mark.parametrize(
     ("text", "fact"),
     [
-        ("pp=2", "pp=2, but pipelines are not there yet"),
-        ("2x2x2", "pp=2, but pipelines are not there yet"),
         ("cp=2", "cp=2, but context parallelism is not there yet"),
         ("ep=2", "ep=2, but expert parallelism is not there yet"),
     ],
@@ -100,7 +98,7 @@ def test_axes_that_are_not_there_yet_say_so(text, fact):
     """An axis that is planned is refused above size 1, in words."""
     with pytest.raises(ValueError) as error:
         parse_mesh(text)
-    assert str(error.value) == f"--mesh {text}: {fact}. Use rep, dp, tp."
+    assert str(error.value) == f"--mesh {text}: {fact}. Use pp, rep, dp, tp."
 
 
 @pytest.mark.parametrize("text", ["9" * 5000, f"2x{'9' * 5000}", f"dp=2,tp={'9' * 5000}"])

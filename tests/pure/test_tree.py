@@ -48,6 +48,10 @@ LEVELS = {
     "pipeline.orders": 4,
     "pipeline.picture": 4,
     "pipeline.search": 5,
+    "pipeline.partition": 0,
+    "pipeline.split": 2,
+    "pipeline.messages": 3,
+    "pipeline.step": 11,
     "schedule_report": 14,
     "schedule": 15,
     # one subject each

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def setup_of(mesh: str, plan: Any) -> Setup:
-    return resolve(MeshOptions(mesh, plan), ModelOptions(), BatchOptions(), OptimizerOptions(), None, **DEFAULTS)
+    return resolve(MeshOptions(mesh, plan), ModelOptions(), BatchOptions(), OptimizerOptions(), None, None, **DEFAULTS)
 
 
 def compare_tokens(rank: int, mesh_text: str, checksums: list[int]) -> str:

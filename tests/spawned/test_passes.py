@@ -234,7 +234,7 @@ def test_tensor_parallel_collectives_overlap_with_products(pool: Pool) -> None:
 def run_traces(rank: int, options: VerifyOptions) -> int:
     step = step_of(options)
     step.prepare()
-    return len(step._executor.traces)
+    return len(step.executor.traces)
 
 
 def test_alike_blocks_are_traced_once(pool: Pool) -> None:

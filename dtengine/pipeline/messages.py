@@ -1,0 +1,75 @@
+"""What goes from stage to stage in a step: sent and received within the pipeline at each place of the stage's mesh."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtengine.mesh import Mesh
+from dtengine.pipeline.actions import Action, Schedule
+from dtengine.pipeline.communication import receiver, sender
+from dtengine.torch_private import group_of
+
+
+class Messages:
+    """Outputs and input gradients on their way.
+
+    A message has a tag made of stage, kind and microbatch: without tags messages of one size could swap.
+    """
+
+    def __init__(self, mesh: Mesh, schedule: Schedule, num_microbatches: int) -> None:
+        assert mesh.pipe is not None
+        self.rank, self.group = mesh.pipe.rank, group_of(mesh.pipe.group)
+        self.rank_of, self.num_microbatches = schedule.rank_of, num_microbatches
+        self.here: dict[Action, Tensor] = {}  # by the receive that they are for
+        self.coming: dict[Action, tuple[Tensor, Any]] = {}
+        self.ready: dict[Action, Tensor] = {}  # by the send that they wait for
+        self.going: list[tuple[Tensor, Any]] = []
+
+    def give(self, send: Action, value: Tensor, *, later: bool = False) -> None:
+        """Hand a result on: to another stage of this rank at once, else to its rank; ``later``: by ``send``."""
+        receive = receiver(send)
+        if self.rank_of[receive.stage] == self.rank:
+            self.here[receive] = value
+        else:
+            self.ready[send] = value
+            if not later:
+                self.send(send)
+
+    def send(self, action: Action) -> None:
+        """Begin to send what was given."""
+        value = self.ready.pop(action).contiguous()
+        self.going = [(t, work) for t, work in self.going if not work.is_completed()]
+        if value.numel():
+            to = self.rank_of[receiver(action).stage]
+            self.going.append((value, dist.isend(value, group=self.group, group_dst=to, tag=self._tag(action))))
+
+    def expect(self, receive: Action, like: Tensor) -> None:
+        """Begin to receive what another rank sends; nothing where it is here or expected already."""
+        source = self.rank_of[sender(receive).stage]
+        if source == self.rank or receive in self.coming:
+            return
+        value = torch.empty_like(like)
+        work = None
+        if value.numel():
+            work = dist.irecv(value, group=self.group, group_src=source, tag=self._tag(sender(receive)))
+        self.coming[receive] = value, work
+
+    def take(self, receive: Action) -> Tensor:
+        """Wait for a message."""
+        if receive in self.here:
+            return self.here.pop(receive)
+        value, work = self.coming.pop(receive)
+        if work is not None:
+            work.wait()
+        return value
+
+    def finish(self) -> None:
+        """Wait until everything is sent."""
+        for _, work in self.going:
+            work.wait()
+        self.going = []
+
+    def _tag(self, send: Action) -> int:
+        return (2 * send.stage + (send.kind == "SEND_B")) * self.num_microbatches + send.microbatch

@@ -1,0 +1,128 @@
+"""Cut the graph of a stage's step into forward, input gradient and weight gradients, by what depends on what.
+
+    F   all that the output needs
+    I   all that the gradient of the stage's input needs besides
+    W   the rest: gradients of parameters, added to their buffers
+    B   I and W in one
+
+The values that go from one piece to a later one are what the stage saves for a microbatch.
+"""
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from dtengine.nodes import alias_of, alias_of_tuple, is_mutable, order_of_changes, root_of
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a stage's step as a graph of its own.
+
+    Attributes:
+        graph: its placeholders are ``inputs``, its results ``outputs``.
+        inputs: names in the joint graph of what it takes: inputs of that graph, and what earlier pieces made.
+        outputs: names in the joint graph of what it gives.
+    """
+
+    graph: fx.Graph
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+def split(graph: fx.Graph, forward: Sequence[fx.Node], input_grad: fx.Node | None) -> dict[str, Piece]:
+    """Cut a joint graph of forward and backward.
+
+    Args:
+        graph: its outputs are ``forward`` and then ``input_grad``; what else it does is to change inputs in place.
+        forward: results of the forward.
+        input_grad: gradient of the stage's input; None where nobody wants one.
+
+    Returns:
+        {"F", "I", "W", "B": piece}. I holds nothing but its output where all else is in F.
+    """
+    # 1. ancestors; 2. pieces from the last to the first, each giving what later ones take
+    nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
+    behind = order_of_changes(nodes)
+    effects = [n for n in nodes if is_mutable(n) and root_of(n).op == "placeholder"]
+    in_f = _ancestors(forward, behind, set())
+    in_i = _ancestors([] if input_grad is None else [input_grad], behind, in_f)
+    in_w = _ancestors(effects, behind, in_f | in_i)
+    ends = [] if input_grad is None else [input_grad]
+    weight = _cut([n for n in nodes if n in in_w], [])
+    inner = _cut([n for n in nodes if n in in_i], [*ends, *(n for n in weight.takes if n in in_i)])
+    both = _cut([n for n in nodes if n in in_i or n in in_w], ends)
+    later = [n for cut in (inner, weight, both) for n in cut.takes]
+    first = _cut([n for n in nodes if n in in_f], [*forward, *(n for n in later if n in in_f)])
+    return {kind: cut.piece() for kind, cut in zip("FIWB", (first, inner, weight, both), strict=True)}
+
+
+def _ancestors(ends: Iterable[fx.Node], behind: dict[fx.Node, list[fx.Node]], known: set[fx.Node]) -> set[fx.Node]:
+    """Return nodes and all that must have run before them, as far as it is not known."""
+    found: set[fx.Node] = set()
+    todo = list(ends)
+    while todo:
+        node = todo.pop()
+        if node in known or node in found or node.op == "placeholder":
+            continue
+        found.add(node)
+        todo += [*node.all_input_nodes, *behind.get(node, ())]
+    # A result of several stays with its siblings: what goes from piece to piece are tensors.
+    return found | {user for node in found for user in node.users if user.target is operator.getitem}
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """What becomes a piece: ``again`` are views of what it takes, made once more so that they are not saved."""
+
+    nodes: list[fx.Node]
+    again: list[fx.Node]
+    takes: list[fx.Node]
+    gives: list[fx.Node]
+
+    def piece(self) -> Piece:
+        graph = fx.Graph()
+        env: dict[fx.Node, fx.Node] = {}
+        for node in self.takes:
+            env[node] = graph.placeholder(node.name)
+            env[node].meta["val"] = node.meta["val"]
+        for node in (*self.again, *self.nodes):
+            if node in env:
+                continue
+            if node in self.again and is_mutable(node):  # was changed in place; the memory holds it
+                env[node] = env[alias_of(node)]  # type: ignore[index]
+                continue
+            new = graph.node_copy(node, env.__getitem__)
+            root = root_of(node)
+            new.meta["root"] = new if root is node else env[root].meta.get("root", env[root]) if root in env else new
+            env[node] = new
+        graph.output([env[n] for n in self.gives])
+        return Piece(graph, tuple(n.name for n in self.takes), tuple(n.name for n in self.gives))
+
+
+def _cut(nodes: list[fx.Node], gives: Sequence[fx.Node]) -> _Cut:
+    """Find what nodes take from outside."""
+    inside = set(nodes)
+    takes: dict[fx.Node, None] = {}
+    again: dict[fx.Node, None] = {}
+
+    def need(node: fx.Node) -> None:
+        if node in inside or node in takes or node in again:
+            return
+        alias = None if node.op in ("placeholder", "get_attr") else alias_of(node) or alias_of_tuple(node)
+        if node.op == "get_attr" or alias is not None:
+            for argument in node.all_input_nodes:
+                need(argument)
+            again[node] = None
+        else:
+            takes[node] = None
+
+    for node in nodes:
+        for argument in node.all_input_nodes:
+            need(argument)
+    wanted = list(dict.fromkeys(gives))
+    for node in wanted:  # an input that is handed on
+        need(node)
+    return _Cut(nodes, list(again), list(takes), wanted)

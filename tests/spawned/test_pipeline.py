@@ -1,0 +1,281 @@
+"""Pipelines compute what one device computes, for any schedule, cut and composition; their runs are as any other."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from commands import run
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from test_cases import G, L, case
+from test_equivalence import (
+    SGD,
+    assert_same_bits,
+    batches_of,
+    check_equal,
+    command_of,
+    num_ranks_of,
+    parsed,
+    run_plan,
+    setup_of,
+    step_of,
+)
+
+from dtengine import checkpoint
+from dtengine.layout import PLANS
+from dtengine.options import BatchOptions, MeshOptions, ModelOptions, PipelineOptions
+from dtengine.pipeline.schedules import FIXED_CHUNKS, SCHEDULES, make
+from dtengine.pipeline.step import PipelineStep
+from dtengine.step import init_state
+from dtengine.verify import VerifyOptions
+
+if TYPE_CHECKING:
+    from tests.ranks_pool import Pool
+
+TRAIN = "dtengine.train"
+QUICK = "--layers 4 --embed 16 --heads 2 --mlp 24 --seq 16 --global-batch 8 --sample 0 --no-memory-report --eval-sequences 8"
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_is_exact(pool: Pool, name: str) -> None:
+    """Two ranks, four microbatches, a tied weight, dropout and rows that only pad: loss, raw gradients, norm, parameters."""
+    check_equal(pool, case(L, "pp=2", layers=5, tied=True, dropout=0.2, microbatches=4, schedule=name))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("mesh", ["pp=2,dp=2", "pp=2,tp=2", "pp=2,rep=2,dp=2"])
+def test_every_plan_within_a_stage_is_exact(pool: Pool, mesh: str, plan: str) -> None:
+    """Each plan, with sequence parallelism and split weights, within stages of a zero-bubble V."""
+    check_equal(pool, case(G, mesh, plan, layers=3, tied=True, microbatches=3, schedule="zbv"))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--mesh pp=4 --layers 1 --microbatches 2",  # stages without layers, fewer microbatches than ranks
+        "--mesh pp=3,dp=2 --schedule zb-h2 --layers 7 --microbatches 5 --global-batch 3",
+        "--mesh 2x2x2 --schedule interleaved --chunks 3 --layers 4 --microbatches 3 --no-sp --tied",
+        "--mesh pp=2,dp=2 --model mlp --plan zero1 --microbatches 3 --schedule zb-h1",  # statistics of stages
+        "--mesh pp=4 --stage-layers 0,3,0,2 --layers 5 --microbatches 4 --schedule zb-h1 --model gpt",
+        "--mesh pp=2 --microbatches 3 --eager --tied",
+        "--mesh pp=2,dp=2 --precision fp16 --microbatches 2 --layers 2",
+        "--mesh pp=2,tp=2 --precision bf16 --plan zero2 --microbatches 2 --layers 2",
+    ],
+)
+def test_corners_are_exact(pool: Pool, arguments: str) -> None:
+    """Cuts, models and precisions that the others leave out."""
+    check_equal(pool, parsed(arguments))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> VerifyOptions:
+    """Draw a pipeline: ranks, schedule, cut, microbatches, plan and model."""
+    pp, dp, tp = draw(st.sampled_from([(2, 1, 1), (2, 2, 1), (2, 1, 2), (3, 1, 1), (4, 1, 1)]))
+    name = draw(st.sampled_from(list(SCHEDULES)))
+    chunks = None if name in FIXED_CHUNKS else draw(st.integers(1, 3))
+    microbatches, layers = draw(st.integers(1, 9)), draw(st.integers(1, 6))
+    stages = make(name, pp, microbatches, chunks).num_stages
+    ends = [0, *sorted(draw(st.integers(0, layers)) for _ in range(stages - 1)), layers]
+    uneven = ",".join(str(b - a) for a, b in itertools.pairwise(ends))
+    heads, kv_heads = draw(st.sampled_from(((6, 3), (4, 1), (1, 1))))
+    return replace(
+        VerifyOptions(),
+        mesh=MeshOptions(
+            mesh=f"pp={pp},dp={dp},tp={tp}",
+            plan=draw(st.sampled_from(tuple(PLANS))),  # type: ignore[arg-type]
+            sp=draw(st.booleans()),
+            backend="gloo",
+        ),
+        model=ModelOptions(
+            model=draw(st.sampled_from(("llama", "gpt", "mlp"))),
+            layers=layers,
+            embed=draw(st.sampled_from((30, 7))),
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=6,
+            mlp=26,
+            vocab=67,
+            seq=draw(st.sampled_from((15, 3))),
+            dropout=draw(st.sampled_from((0.0, 0.2))),
+            tied=draw(st.booleans()),
+        ),
+        batch=BatchOptions(global_batch=draw(st.integers(1, 9)), microbatches=microbatches),
+        optimizer=replace(
+            SGD, steps=2, momentum=draw(st.sampled_from((0.0, 0.9))), clip_order=draw(st.sampled_from("12"))
+        ),
+        program=replace(VerifyOptions().program, recompute=draw(st.sampled_from(("none", "full", "selective")))),
+        pipeline=PipelineOptions(name, chunks, draw(st.sampled_from((None, uneven)))),
+    )
+
+
+@pytest.mark.timeout(900)
+def test_any_pipeline_equals_one_device(pool: Pool) -> None:
+    """The property of every plan, for stages."""
+
+    @settings(max_examples=max(2, settings.default.max_examples // 4))  # type: ignore[union-attr]
+    @given(options=cases())
+    @example(parsed("--mesh pp=2,dp=2 --schedule interleaved-zb --layers 3 --microbatches 5 --global-batch 1 --tied"))
+    def check(options: VerifyOptions) -> None:
+        check_equal(pool, options)
+
+    check()
+
+
+@pytest.mark.parametrize("order", ["1", "2", "inf"])
+def test_c01_clipping_spans_the_stages(pool: Pool, order: str) -> None:
+    """C01: the norm before clipping is that of the whole model, for any order; so are clipped gradients."""
+    report = check_equal(
+        pool, case(G, "pp=2", layers=3, microbatches=2, clip_order=order, clip=0.1, tied=True, steps=2)
+    )
+    assert report.norm <= 1e-9
+
+
+def test_c05_schedules_scale_gradients_alike(pool: Pool) -> None:
+    """C05: schedules that go through microbatches in the same order give the same bits, whatever they put off."""
+    options = case(L, "pp=2", layers=4, microbatches=4)
+    found = []
+    for name in ("1f1b", "zb-h1", "zb-h2"):
+        one = replace(options, pipeline=PipelineOptions(name))
+        found.append(pool.run(num_ranks_of(one), run_plan, one)[0][0])
+    for other in found[1:]:
+        assert_same_bits(found[0], other)
+
+
+def run_recompute(rank: int, options: VerifyOptions) -> list[list[torch.Tensor]]:
+    """Parameters after two steps with each way to recompute."""
+    found = []
+    for recompute in ("none", "full", "selective"):
+        one = replace(options, program=replace(options.program, recompute=recompute))
+        setup, mesh, step = step_of(one)
+        state = init_state(step)
+        for _ in range(2):
+            state, _ = step(state, batches_of(setup, mesh, one.check), 100.0)
+        found.append([p.to_local().clone() for p in state.params.values()])
+    return found
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_c08_recompute_is_bit_neutral(pool: Pool, name: str) -> None:
+    """C08: with dropout 0.1, what blocks compute again inside stages changes no bit."""
+    options = case(G, "pp=2", layers=4, microbatches=3, dropout=0.1, schedule=name)
+    for none, *others in pool.run(2, run_recompute, options):
+        assert all(torch.equal(a, b) for other in others for a, b in zip(none, other, strict=True))
+
+
+def run_live(rank: int, options: VerifyOptions) -> tuple[list[int], int]:
+    """(microbatches alive at each action of a real step, the most that the simulator counts)."""
+    setup, mesh, step = step_of(options)
+    assert isinstance(step, PipelineStep)
+    state, batches, counts = init_state(step), batches_of(setup, mesh, options.check), []
+    forward, backward = step._run_forward, step._run_backward
+    live = set()
+
+    def noting_forward(stage: Any, whole: Any, running: Any, x: Any, batch: Any, key: Any) -> Any:
+        result, values = forward(stage, whole, running, x, batch, key)
+        live.add(id(values))
+        counts.append(len(live))
+        return result, values
+
+    def noting_backward(stage: Any, kind: str, whole: Any, values: Any, grad: Any) -> Any:
+        found = backward(stage, kind, whole, values, grad)
+        if kind in "BW":
+            live.discard(id(values))
+        return found
+
+    step._run_forward, step._run_backward = noting_forward, noting_backward  # type: ignore[method-assign]
+    step(state, batches, 100.0)
+    assert setup.schedule is not None
+    return counts, rank
+
+
+@pytest.mark.parametrize("microbatches", [4, 12])
+def test_c31_1f1b_keeps_no_more_than_there_are_stages_to_the_end(pool: Pool, microbatches: int) -> None:
+    """C31: rank r of p holds at most p - r microbatches, however many there are."""
+    options = case(L, "pp=4", layers=4, microbatches=microbatches, global_batch=microbatches)
+    for counts, rank in pool.run(4, run_live, options):
+        assert max(counts) == min(4 - rank, microbatches)
+
+
+def run_split(rank: int, options: VerifyOptions) -> dict[str, Any]:
+    """What a stage's pieces do: kinds of products in each, and whether something is saved twice."""
+    _, _, step = step_of(options)
+    assert isinstance(step, PipelineStep)
+    step.prepare()
+    (made,) = step.parts_programs.values()
+    found: dict[str, Any] = {"rank": rank}
+    for kind, program in made.programs.items():
+        nodes = list(program.graph.graph.nodes)
+        found[kind] = sum(any(w in str(n.target) for w in ("mm", "linear")) for n in nodes)
+        saved = [n for n in nodes if n.op == "placeholder" and not n.name.startswith(("whole", "batch", "buffer"))]
+        storages = [n.meta["val"].untyped_storage()._cdata for n in saved]
+        found[f"twice in {kind}"] = len(storages) - len(set(storages))
+    return found
+
+
+def test_pieces_split_the_products(pool: Pool) -> None:
+    """Of each layer's products F has one, I one for the input and W one for the weight; no view is saved beside its base."""
+    for found in pool.run(2, run_split, case(L, "pp=2", layers=2, microbatches=2, schedule="zb-h1")):
+        assert found["F"] > 0 and found["W"] >= found["F"]
+        assert found["twice in I"] == found["twice in W"] == 0
+
+
+def test_a_run_saves_resumes_and_samples(tmp_path: Path) -> None:
+    """Four steps at once and two and two give the same bits; other meshes, schedules and cuts read the checkpoint."""
+    base = f"{QUICK} --mesh 2x2x1 --microbatches 4 --schedule zbv --tied --lr-decay none"
+    one = run(TRAIN, f"{base} --steps 4 --run-dir whole --sample 20", tmp_path)
+    assert (one.code, one.err) == (0, ""), one
+    assert "step 4/4  loss" in one.out and "-1.0" not in one.out
+    assert run(TRAIN, f"{base} --steps 2 --run-dir three", tmp_path).code == 0
+    done = run(TRAIN, "--run-dir three --resume --steps 4", tmp_path)
+    assert done.code == 0, done
+    whole, parts = (checkpoint.read_whole(tmp_path / name / "checkpoints" / "step-4") for name in ("whole", "three"))
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    for mesh in ("2", "pp=4 --schedule 1f1b --stage-layers 1,1,1,1", "pp=2,tp=2 --schedule zb-h1 --stage-layers 1,3"):
+        again = run(TRAIN, f"--run-dir three --resume --steps 5 --mesh {mesh}", tmp_path)
+        assert again.code == 0, again
+        (tmp_path / "three" / "checkpoints" / "step-5").rename(tmp_path / f"read-{len(list(tmp_path.iterdir()))}")
+    found = [checkpoint.read_whole(path) for path in tmp_path.glob("read-*")]
+    assert len(found) == 3
+    for other in found[1:]:
+        assert all(torch.allclose(found[0][n], other[n], rtol=1e-4, atol=1e-5) for n in found[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ("--mesh pp=2 --schedule nothing", "schedule 'nothing': unknown"),
+        ("--mesh pp=2 --stage-layers 1,2", "--stage-layers 1,2: 3 layers, the model has 4"),
+        ("--mesh pp=2 --stage-layers 1,x", "--stage-layers 1,x: not whole numbers"),
+        ("--mesh pp=2 --schedule zbv --stage-layers 2,2", "--stage-layers 2,2: 2 numbers for 4 stages"),
+        ("--mesh pp=2 --schedule 1f1b --chunks 2", "schedule 1f1b: 2 stages a rank. It has 1"),
+        ("--mesh pp=2 --schedule mine.csv", "--schedule mine.csv: no such file"),
+        ("--mesh pp=2 --schedule bad.csv --microbatches 2", "bad.csv"),
+    ],
+)
+def test_bad_options(tmp_path: Path, options: str, part: str) -> None:
+    """A mistake is one message, exit code 2, before a rank starts."""
+    (tmp_path / "bad.csv").write_text("0F0,0B0,0F1\n1F0,1B0,1F1,1B1\n")
+    done = run(TRAIN, f"{QUICK} {options}", tmp_path)
+    assert done.code == 2, done
+    assert part in done.err and "Traceback" not in done.err, done
+
+
+def test_own_table_runs(pool: Pool, tmp_path: Path) -> None:
+    """A schedule from a file runs, and is exact."""
+    path = tmp_path / "own.csv"
+    path.write_text(make("zb-h1", 2, 3).to_csv())
+    check_equal(pool, case(L, "pp=2", layers=3, microbatches=3, schedule=os.path.relpath(path)))
+
+
+def test_the_command_names_the_pipeline() -> None:
+    """The line that reproduces a case holds schedule, chunks and cut."""
+    options = case(L, "pp=2", layers=4, microbatches=3, schedule="interleaved", chunks=2, stage_layers="1,1,1,1")
+    assert "--schedule interleaved --chunks 2 --stage-layers 1,1,1,1" in command_of(options)
+    assert setup_of(options).layers == (1, 1, 1, 1)
