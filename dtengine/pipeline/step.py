@@ -5,8 +5,9 @@ For each of its stages a rank traces forward and backward of a microbatch togeth
 updates, as in any other step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -173,22 +174,13 @@ class PipelineStep(Step):
         seed = inverse * scale[0][0] if scale else inverse
         running = dict(zip(self.own.buffers, held, strict=True))
         whole = self._whole(state)
-        assert self.mesh.pipe is not None
-        todo = transfers(self.schedule)[self.mesh.pipe.rank]
+        todo = self._todo
         messages = Messages(self.mesh, self.schedule, self.schedule.num_microbatches)
         stages = {stage.number: stage for stage in self.stages}
         live: dict[tuple[int, int], Any] = {}
-        form = None if all(s.first for s in self.stages) and len(self.stages) == 1 else self._stream(batches[0])
-        ahead = 0
         for place, action in enumerate(todo):
-            ahead = max(ahead, place)
-            computed = 0
-            while ahead < len(todo) and computed <= AHEAD:  # receives are posted ahead of their use
-                if todo[ahead].kind.startswith("RECV"):
-                    assert form is not None or todo[ahead].kind == "RECV_B"
-                    messages.expect(todo[ahead], self._stream(batches[0]))
-                computed += todo[ahead].kind in COMPUTE
-                ahead += 1
+            for receive in _soon(todo, place):
+                messages.expect(receive, self._stream(batches[0]))
             if action.kind not in COMPUTE:
                 if action.kind.startswith("SEND"):
                     messages.send(action)
@@ -212,6 +204,12 @@ class PipelineStep(Step):
                     messages.give(Action(stage.number, "SEND_B", action.microbatch), of_x, later=True)
         messages.finish()
         return params, held, list(running.values()), loss, scalars, scale
+
+    @cached_property
+    def _todo(self) -> tuple[Action, ...]:
+        """What this rank computes, sends and receives in a step, in order."""
+        assert self.mesh.pipe is not None
+        return transfers(self.schedule)[self.mesh.pipe.rank]
 
     @property
     def _gathers(self) -> bool:
@@ -263,7 +261,7 @@ class PipelineStep(Step):
             if kind == "W":
                 return None  # its input gradient did all
             run = EagerExecutor(self.functions, self.saving)
-            return self._backward(stage, run, whole, live["live"], grad, self._flat)[0]
+            return self._backward(stage, run, whole, live["live"], grad, self._sum_of)[0]
         made = self.parts_programs[stage.number]
         piece = made.pieces[kind]
         values = {"grad": grad} | live | {f"buffer_{i}": flat for i, flat in self.sums.items()}
@@ -320,8 +318,6 @@ class PipelineStep(Step):
         batch = Batch(*self.examples()["batch"])
         x = None if stage.first else self._stream(batch)
         if self.config.eager:
-            for part in stage.parts:  # placements of gradients are known by a backward
-                self._place_by_trace(part)
             return StagePrograms({}, {}, "", (), None)
         full, run = self.functions.parameters, self.executor
         run.begin()
@@ -408,9 +404,6 @@ class PipelineStep(Step):
     def _sum_of(self, index: int) -> Tensor:
         return self.sum_buffer(index, self._size(index))
 
-    def _flat(self, index: int) -> Tensor:
-        return self._sum_of(index)
-
     def _forward(self, stage: Stage, batch: Batch) -> Any:
         """Return a program of a stage's forward for evaluation: parameters, buffers, x, batch -> x, or loss and count."""
         shape = (stage.number, tuple(batch.tokens.shape))
@@ -472,11 +465,19 @@ class PipelineStep(Step):
             self.streams[shape] = torch.empty(x.shape, dtype=x.dtype, device=self.device)
         return self.streams[shape]
 
-    def _place_by_trace(self, part: Part) -> None:
-        """Nothing: an untraced backward says itself where gradients lie."""
-
 
 AHEAD = 2  # compute actions that receives are posted ahead of
+
+
+def _soon(todo: Sequence[Action], place: int) -> Iterator[Action]:
+    """Yield the receives up to ``AHEAD`` compute actions from here."""
+    computed = 0
+    for action in todo[place:]:
+        if action.kind.startswith("RECV"):
+            yield action
+        computed += action.kind in COMPUTE
+        if computed > AHEAD:
+            return
 
 
 def _forward(
