@@ -3,9 +3,12 @@
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtengine.layout import MESH_AXES
@@ -90,12 +93,15 @@ class Pipe(NamedTuple):
         size: of that axis.
         group: process-group name of the ranks that have its place in other stages.
         everyone: process-group name of all ranks.
+        edges: {(from, to): process-group name} of two stages' ranks, where messages of one pair would wait for each other
+            whatever their direction (NCCL: a pair has one stream); else empty, and tags tell them apart.
     """
 
     rank: int
     size: int
     group: str
     everyone: str
+    edges: Mapping[tuple[int, int], str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -150,8 +156,13 @@ class Mesh:
         return coordinate
 
 
-def build_mesh(sizes: Mapping[str, int], device: torch.device | str = "cpu") -> Mesh:
+def build_mesh(sizes: Mapping[str, int], device: torch.device | str = "cpu", edges: bool | None = None) -> Mesh:
     """Build the DeviceMesh over the default process group.
+
+    Args:
+        sizes: of the mesh axes.
+        device: of this rank.
+        edges: whether stages get a group for each direction of each pair; by default where the backend is not gloo.
 
     A sum over several axes is one collective over their flattened group; all groups are made here, in one order on
     all ranks, which keeps group creation out of the step.
@@ -172,5 +183,19 @@ def build_mesh(sizes: Mapping[str, int], device: torch.device | str = "cpu") -> 
     if stages > 1:
         own = root.get_group("pp").group_name
         everyone = flat_group(root, ("pp", *split)).group_name if split else own
-        pipe = Pipe(root.get_local_rank("pp"), stages, own, everyone)
+        wanted = dist.get_backend() != "gloo" if edges is None else edges
+        pipe = Pipe(root.get_local_rank("pp"), stages, own, everyone, _edges(stages) if wanted else {})
     return Mesh(device_mesh, stage, tuple(coordinate), groups, pipe)
+
+
+def _edges(stages: int) -> dict[tuple[int, int], str]:
+    """Make a group for each ordered pair of stages at each place of their meshes; pp is the outermost axis."""
+    each, rank, found = dist.get_world_size() // stages, dist.get_rank(), {}
+    for pair in itertools.permutations(range(stages), 2):
+        for place in range(each):
+            members = [stage * each + place for stage in pair]
+            group = dist.new_group(members)
+            if rank in members:
+                assert isinstance(group, ProcessGroup)
+                found[pair] = group.group_name
+    return found

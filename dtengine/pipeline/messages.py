@@ -20,7 +20,7 @@ class Messages:
 
     def __init__(self, mesh: Mesh, schedule: Schedule, num_microbatches: int) -> None:
         assert mesh.pipe is not None
-        self.rank, self.group = mesh.pipe.rank, group_of(mesh.pipe.group)
+        self.rank, self.pipe = mesh.pipe.rank, mesh.pipe
         self.rank_of, self.num_microbatches = schedule.rank_of, num_microbatches
         self.here: dict[Action, Tensor] = {}  # by the receive that they are for
         self.coming: dict[Action, tuple[Tensor, Any]] = {}
@@ -42,8 +42,8 @@ class Messages:
         value = self.ready.pop(action).contiguous()
         self.going = [(t, work) for t, work in self.going if not work.is_completed()]
         if value.numel():
-            to = self.rank_of[receiver(action).stage]
-            self.going.append((value, dist.isend(value, group=self.group, group_dst=to, tag=self._tag(action))))
+            where = self._where(self.rank, self.rank_of[receiver(action).stage], sends=True)
+            self.going.append((value, dist.isend(value, group=where[0], group_dst=where[1], tag=self._tag(action))))
 
     def expect(self, receive: Action, like: Tensor) -> None:
         """Begin to receive what another rank sends; nothing where it is here or expected already."""
@@ -53,7 +53,8 @@ class Messages:
         value = torch.empty_like(like)
         work = None
         if value.numel():
-            work = dist.irecv(value, group=self.group, group_src=source, tag=self._tag(sender(receive)))
+            where = self._where(source, self.rank, sends=False)
+            work = dist.irecv(value, group=where[0], group_src=where[1], tag=self._tag(sender(receive)))
         self.coming[receive] = value, work
 
     def take(self, receive: Action) -> Tensor:
@@ -70,6 +71,13 @@ class Messages:
         for _, work in self.going:
             work.wait()
         self.going = []
+
+    def _where(self, source: int, to: int, *, sends: bool) -> tuple[Any, int]:
+        """Return the group of a message, and the other rank's number in it: members are in the order of ranks."""
+        if not self.pipe.edges:
+            return group_of(self.pipe.group), to if sends else source
+        other, mine = (to, source) if sends else (source, to)
+        return group_of(self.pipe.edges[source, to]), int(other > mine)
 
     def _tag(self, send: Action) -> int:
         return (2 * send.stage + (send.kind == "SEND_B")) * self.num_microbatches + send.microbatch

@@ -29,6 +29,8 @@ from test_equivalence import (
 
 from dtengine import checkpoint
 from dtengine.layout import PLANS
+from dtengine.mesh import build_mesh
+from dtengine.optim import sgd
 from dtengine.options import BatchOptions, MeshOptions, ModelOptions, PipelineOptions
 from dtengine.pipeline.schedules import FIXED_CHUNKS, SCHEDULES, make
 from dtengine.pipeline.step import PipelineStep
@@ -145,6 +147,24 @@ def test_c05_schedules_scale_gradients_alike(pool: Pool) -> None:
         found.append(pool.run(num_ranks_of(one), run_plan, one)[0][0])
     for other in found[1:]:
         assert_same_bits(found[0], other)
+
+
+def run_edges(rank: int, options: VerifyOptions) -> bool:
+    """Whether a step gives the same bits where each direction of each pair of stages has a group of its own."""
+    setup, found = setup_of(options), []
+    for edges in (False, True):
+        mesh = build_mesh(setup.plan.sizes, edges=edges)
+        assert mesh.pipe is not None and len(mesh.pipe.edges) == (2 * (mesh.pipe.size - 1) if edges else 0)
+        step = setup.bind(mesh, sgd(), lambda _: 0.1)
+        state, _ = step(init_state(step), batches_of(setup, mesh, options.check), 100.0)
+        found.append([p.to_local() for p in state.params.values()])
+    return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_group_for_each_direction_gives_the_same_bits(pool: Pool) -> None:
+    """As NCCL needs it: messages that cross on their way do not wait for each other."""
+    for name in ("zbv", "interleaved"):
+        assert all(pool.run(4, run_edges, case(L, "pp=2,dp=2", layers=4, microbatches=4, schedule=name)))
 
 
 def run_recompute(rank: int, options: VerifyOptions) -> list[list[torch.Tensor]]:
