@@ -29,7 +29,7 @@ from dtengine.options import (
 )
 from dtengine.passes import PASSES
 from dtengine.pipeline.actions import Schedule
-from dtengine.pipeline.check import read_schedule
+from dtengine.pipeline.check import read_schedule, read_table
 from dtengine.pipeline.partition import deal, parse_layers
 from dtengine.pipeline.schedules import make
 from dtengine.pipeline.step import make_pipeline_step
@@ -204,16 +204,15 @@ def _stages(
     if num_ranks == 1:
         return None, ()
     if options.schedule.endswith(".csv"):
-        path = Path(options.schedule)
-        if not path.is_file():
-            raise ValueError(
-                f"--schedule {path}: no such file. python -m dtengine.schedule --name 1f1b --csv {path} makes one."
-            )
-        schedule = read_schedule(path.read_text(), options.schedule, num_ranks)
+        try:
+            text = read_table(options.schedule)
+        except ValueError as error:
+            raise ValueError(f"--schedule {error}") from None
+        schedule = read_schedule(text, options.schedule, num_ranks)
         if schedule.num_microbatches != microbatches:
             raise ValueError(
-                f"--schedule {path}: a table of {schedule.num_microbatches} microbatches, the step has {microbatches}. "
-                f"Use --microbatches {schedule.num_microbatches}."
+                f"--schedule {options.schedule}: a table of {schedule.num_microbatches} microbatches, the step has "
+                f"{microbatches}. Use --microbatches {schedule.num_microbatches}."
             )
     else:
         schedule = make(options.schedule, num_ranks, microbatches, options.chunks)

@@ -7,6 +7,8 @@ python -m dtengine.schedule --file mine.csv --picture mine.svg --trace mine.json
 """
 
 import json
+import math
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from typing import Any
 
 from dtengine.options import fail, parse
 from dtengine.pipeline.actions import COMPUTE, Cell, Schedule, parse_csv
-from dtengine.pipeline.check import read_schedule
+from dtengine.pipeline.check import read_schedule, read_table
 from dtengine.pipeline.grid import ScheduleError
 from dtengine.pipeline.picture import chrome_trace, png, svg
 from dtengine.pipeline.schedules import FIXED_CHUNKS, SCHEDULES, make
@@ -23,6 +25,7 @@ from dtengine.pipeline.search import auto
 from dtengine.pipeline.simulate import Cost, Costs, Simulation, simulate
 from dtengine.schedule_report import Row, show, show_all
 
+MOST_COST = 1e9
 MOST_ACTIONS = 300_000  # a simulation of so many takes 2 s
 
 
@@ -137,10 +140,14 @@ def check_options(options: ScheduleOptions) -> None:
         )
     for name, value in outputs:
         path = Path(value)
-        if path.exists():
+        if not value.strip():
+            raise ValueError(f"--{name} '': no name. Give a file to write.")
+        if path.exists() or path.is_symlink():
             raise ValueError(f"--{name} {value}: exists. Files are not overwritten. Delete it, or name another.")
-        if not path.parent.is_dir():
-            raise ValueError(f"--{name} {value}: there is no folder {path.parent}. Make it, or name another.")
+        if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+            raise ValueError(
+                f"--{name} {value}: there is no folder {path.parent} to write to. Make it, or name another."
+            )
         if name == "picture" and path.suffix not in (".svg", ".png"):
             raise ValueError(f"--picture {value}: a picture is SVG or PNG. End its name in .svg or .png.")
     if len({value for _, value in outputs}) < len(outputs):
@@ -156,6 +163,8 @@ def parse_cost(options: ScheduleOptions, kind: str) -> Cost:
         raise ValueError(
             f"--cost-{kind} {text}: not a number, or numbers by comma. Write 1, or one for each stage: 1,1,1,1.6."
         ) from None
+    if any(math.isfinite(value) and value > MOST_COST for value in values):
+        raise ValueError(f"--cost-{kind} {text}: at most {MOST_COST:g}. Count in a larger unit.")
     Costs(**{kind: tuple(values)}).per_stage(len(values))
     return tuple(values) if len(values) > 1 else values[0]
 
@@ -176,11 +185,9 @@ def make_or_read(options: ScheduleOptions, costs: Costs) -> Schedule:
 def read(path: str) -> str:
     """Read a table."""
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ValueError(f"--file {path}: no such file. --name 1f1b --csv {path} writes one.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--file {path}: cannot be read as text ({error}).") from None
+        return read_table(path)
+    except ValueError as error:
+        raise ValueError(f"--file {error}") from None
 
 
 def lines_of(text: str, name: str) -> list[list[Cell]]:
@@ -193,8 +200,11 @@ def lines_of(text: str, name: str) -> list[list[Cell]]:
 
 def write(path: str, content: str | bytes) -> None:
     """Write a file that is not there yet."""
-    with open(path, "xb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
+    try:
+        with open(path, "xb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be written ({error.strerror}). Name another file.") from None
 
 
 def check_memory(options: ScheduleOptions, schedule: Schedule, simulation: Simulation) -> None:

@@ -33,6 +33,7 @@ from dtengine.torch_private import all_gather_flat, preload
 from dtengine.trace_cache import TraceCache, cache_folder
 from dtengine.watch import Watch
 
+MOST_SECONDS = 86_400  # a day
 MOST_RANKS_A_CORE = 32  # each takes some 300 MB; more is a slip of the pen
 
 
@@ -55,6 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         local_ranks = num_ranks(sizes) if environment is None else environment.local_world_size
         backend = ranks.choose_backend(None if options.mesh.backend == "auto" else options.mesh.backend, local_ranks)
+        if not 0 < options.run.start_timeout <= MOST_SECONDS:
+            raise ValueError(
+                f"--start-timeout {options.run.start_timeout}: seconds, above 0 and at most {MOST_SECONDS}."
+            )
+        if options.program.cuda_graphs and backend != "nccl":
+            raise ValueError("--cuda-graphs: ranks run on CPUs. Leave it out, or run on GPUs.")
         owner = environment is None or environment.rank == 0  # the one process that looks after the folder
         job = prepare(options, changed, owner)
         if options.run.explain:
@@ -251,19 +258,21 @@ def evaluate(job: Job, step: Step, state: State, coordinate: int, device: torch.
 def stop_if_not_finite(metrics: Metrics, number: int, mesh: Mesh, plan: Plan) -> tuple[float, float]:
     """Read loss and norm; raise NonFinite on all ranks alike where one of them is not finite.
 
-    In fp16 such a step is skipped and the loss scale halved, unless it is the smallest one already.
+    In fp16 a step whose gradients alone are not finite is skipped and the loss scale halved, unless it is the smallest one
+    already; no scale mends a loss that is not finite.
     """
     loss, norm = metrics.loss.item(), metrics.norm.item()
     if math.isfinite(loss) and math.isfinite(norm):
         return loss, norm
-    if metrics.scale is not None and metrics.scale.item() > loss_scale.SMALLEST:
+    if metrics.scale is not None and metrics.scale.item() > loss_scale.SMALLEST and math.isfinite(loss):
         return loss, norm
     bad = [c for c, flag in enumerate(metrics.bad_data.tolist()) if flag]
     theirs = [r for r, c in enumerate(data_coordinates(mesh, plan)) if c in bad]
     whose = (
         f"on the data of ranks {', '.join(map(str, theirs))}" if theirs else "though every rank's own loss was finite"
     )
-    scaled = "" if metrics.scale is None else f" at loss scale {metrics.scale.item():g}, the smallest"
+    smallest = metrics.scale is not None and metrics.scale.item() <= loss_scale.SMALLEST
+    scaled = f" at loss scale {metrics.scale.item():g}, the smallest" if metrics.scale is not None and smallest else ""
     cure = "" if metrics.scale is None else ", with --precision bf16"
     raise NonFinite(
         f"step {number + 1}: loss {loss}, gradient norm {norm}{scaled}, {whose}; nothing was updated. Resume from the last "

@@ -237,14 +237,19 @@ def pad_rows(batch: Batch, rows: int) -> Batch:
 
 
 def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> tuple[float, str]:
-    """Return the largest difference, relative to each tensor of b and 1e-3 of the largest of them, and its name."""
+    """Return the largest difference, relative to each tensor of b and 1e-3 of the largest of them, and its name.
+
+    It is infinite where a number on either side is not finite: two broken runs prove nothing.
+    """
     scale = 1e-3 * max((x.abs().max().item() for x in b.values() if x.numel()), default=0.0)
     worst, name = 0.0, ""
     for key, x in b.items():
         if x.numel():
             off = (a[key].double() - x.double()).abs().max().item()
             value = off / max(x.abs().max().item(), scale, 1e-300)
-            if not value <= worst:
+            if not math.isfinite(value):
+                return math.inf, key
+            if value > worst:
                 worst, name = value, key
     return worst, name or next(iter(b))
 
@@ -254,7 +259,8 @@ def compare(setup: Setup, options: OptimizerOptions, check: CheckOptions, mesh: 
     batch = random_batch(setup, check)
     ours, equal, collectives = train_plan(setup, options, batch, mesh)
     theirs = train_one_device(setup, options, batch)
-    loss = max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(ours.losses, theirs.losses, strict=True))
+    losses = [abs(a - b) / max(abs(b), 1e-3) for a, b in zip(ours.losses, theirs.losses, strict=True)]
+    loss = max(losses) if all(map(math.isfinite, losses)) else math.inf
     grads, worst = difference(ours.grads, theirs.grads)
     params, _ = difference(ours.params, theirs.params)
     held = difference(ours.buffers, theirs.buffers)[0] if theirs.buffers else 0.0

@@ -4,6 +4,7 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -13,7 +14,7 @@ from dtengine.data import BatchShape, bigram_loss
 from dtengine.job import Job
 from dtengine.layout import Layout, local_bounds
 from dtengine.model import buffers, parameters
-from dtengine.options import PipelineOptions, TrainOptions
+from dtengine.options import PipelineOptions, ProgramOptions, TrainOptions
 from dtengine.parameters import COMPUTE_DTYPES, has_master
 from dtengine.step import Step
 
@@ -180,9 +181,14 @@ def prove_options(options: TrainOptions) -> str:
     for name, value in [*asdict(options.model).items(), *asdict(options.batch).items()]:
         if value is not None:
             words += [f"--{name.replace('_', '-')}", str(value)]
-    for name, value in asdict(options.pipeline).items():
-        if value != getattr(PipelineOptions(), name):
-            words += [f"--{name.replace('_', '-')}", str(value)]
+    beside: list[tuple[Any, Any, tuple[str, ...]]] = [
+        (options.pipeline, PipelineOptions(), ("schedule", "chunks", "stage_layers")),
+        (options.program, ProgramOptions(), ("recompute", "activation_budget", "prefetch", "bucket_mb", "offload")),
+    ]
+    for chosen, usual, names in beside:
+        for name in names:
+            if (value := getattr(chosen, name)) != getattr(usual, name):
+                words += [f"--{name.replace('_', '-')}", str(value)]
     return shlex.join(words)
 
 

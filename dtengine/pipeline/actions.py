@@ -44,7 +44,10 @@ class Action(NamedTuple):
         """
         found = FORM.fullmatch(text.strip())
         if not found:
-            raise ValueError(f"{text.strip()[:40]!r}: no action. Write stage, kind, microbatch: 2F0, 2B0, 2I0, 2W0.")
+            raise ValueError(
+                f"{text.strip()[:40]!r}: no action. Write stage, kind, microbatch: 2F0, 2B0, 2I0, 2W0, numbers of at most 6 "
+                "digits."
+            )
         return cls(int(found[1]), found[2], int(found[3]))
 
 

@@ -1,5 +1,6 @@
 """Whether a schedule can run: each stage and microbatch once forward and once back, in an order that no rank waits out."""
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -43,6 +44,26 @@ def require_valid(schedule: Schedule) -> None:
     faults = check(schedule)
     if faults:
         raise ScheduleError(schedule.name, schedule.ranks, faults)
+
+
+MOST_BYTES = 1 << 24  # of a table; one of 300,000 actions has 3 MB
+
+
+def read_table(path: str) -> str:
+    """Read the text of a table.
+
+    Raises:
+        ValueError: no such file, no regular one, too large, or no text.
+    """
+    if not os.path.exists(path):
+        raise ValueError(f"{path}: no such file. python -m dtengine.schedule --name 1f1b --csv {path} writes one.")
+    if not os.path.isfile(path) or os.path.getsize(path) > MOST_BYTES:
+        raise ValueError(f"{path}: a table is a regular file of at most {MOST_BYTES >> 20} MiB.")
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read as text ({error}).") from None
 
 
 def read_schedule(text: str, name: str, num_ranks: int) -> Schedule:

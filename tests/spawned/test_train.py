@@ -744,6 +744,26 @@ def test_killed_rank_is_named(holding: Command, tmp_path: Path) -> None:
     assert "rank 2: killed by SIGKILL" in str(found["error"])
 
 
+@pytest.mark.parametrize(
+    "options", ["--start-timeout inf", "--start-timeout 0", "--start-timeout nan", "--cuda-graphs"]
+)
+def test_what_cannot_be_is_refused_before_the_start(
+    warm: WarmCommands, text: Path, tmp_path: Path, options: str
+) -> None:
+    """One message that names the option, and no folder is taken."""
+    done = warm.run(TRAIN, f"{QUICK} --mesh 2 {options} --data {text} --run-dir run", tmp_path)
+    assert done.code == 2 and f"dtengine: {options.split()[0]}" in done.err, done
+    assert not (tmp_path / "run").exists()
+
+
+def test_fp16_stops_where_the_loss_is_not_finite(warm: WarmCommands, text: Path, tmp_path: Path) -> None:
+    """No loss scale mends it: the first such step ends the run, and nothing is saved."""
+    diverge = "--precision fp16 --lr 1e30 --warmup 0 --lr-decay none"
+    done = warm.run(TRAIN, f"{QUICK} {diverge} --steps 9 --mesh 1 --data {text} --run-dir run", tmp_path)
+    assert done.code == 1 and "NonFinite: step 2: loss " in done.err, done
+    assert checkpoint.newest(tmp_path / "run" / "checkpoints") == (None, {})
+
+
 def test_non_finite_loss(warm: WarmCommands, text: Path, tmp_path: Path) -> None:
     """A loss that is not finite stops all ranks in the same step; the message names it and whose data it was."""
     diverge = "--optimizer sgd --lr 1e30 --clip 0 --warmup 0 --lr-decay none"

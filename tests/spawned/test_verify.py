@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from commands import WarmCommands, run
+
+from dtengine.verify import difference
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -130,6 +134,15 @@ def test_undeclared_whole_axis_is_refused(warm: WarmCommands, tmp_path: Path) ->
     assert "Traceback" not in done.err, "a ValueError is one message"
 
 
+def test_what_is_not_finite_is_different(warm: WarmCommands, tmp_path: Path) -> None:
+    """A number that is not finite on either side makes the verdict; a later finite tensor does not hide it."""
+    nan, one = torch.tensor([float("nan")]), torch.ones(1)
+    assert difference({"a": nan, "b": one}, {"a": one, "b": one}) == (math.inf, "a")
+    assert difference({"a": one, "b": one}, {"a": nan, "b": one}) == (math.inf, "a")
+    done = warm.run(VERIFY, f"{QUICK} --mesh 2 --lr 1e300 --clip 0", tmp_path)
+    assert done.code == 1 and "DIFFERENT" in done.out
+
+
 def test_logs_stay_where_a_rank_died(tmp_path: Path) -> None:
     """The message names a log, which is there with what the rank wrote last; other endings leave nothing."""
     damage = "os.write(2, b'last words') and os.environ['RANK'] == '1' and os.abort() or x"
@@ -174,7 +187,7 @@ def test_ignored_labels(warm: WarmCommands, tmp_path: Path, share: str) -> None:
     [
         ("--mesh 2x", "--mesh 2x: an empty size for tp"),
         ("--mesh 0x4", "--mesh 0x4: 0 for dp"),
-        ("--mesh pp=2", "--mesh pp=2"),
+        ("--mesh cp=2", "--mesh cp=2"),
         ("--plan zero9", "'zero9'"),
         ("--model bert", "--model bert: no such model"),
         ("--model nofile.py:MODEL", "there is no file nofile.py"),
