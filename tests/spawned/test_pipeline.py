@@ -51,7 +51,7 @@ def test_every_schedule_is_exact(pool: Pool, name: str) -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("mesh", ["pp=2,dp=2", "pp=2,tp=2", "pp=2,rep=2,dp=2"])
+@pytest.mark.parametrize("mesh", ["pp=2,dp=2", "pp=2,rep=2,tp=2"])
 def test_every_plan_within_a_stage_is_exact(pool: Pool, mesh: str, plan: str) -> None:
     """Each plan, with sequence parallelism and split weights, within stages of a zero-bubble V."""
     check_equal(pool, case(G, mesh, plan, layers=3, tied=True, microbatches=3, schedule="zbv"))
@@ -120,7 +120,7 @@ def cases(draw: st.DrawFn) -> VerifyOptions:
 def test_any_pipeline_equals_one_device(pool: Pool) -> None:
     """The property of every plan, for stages."""
 
-    @settings(max_examples=max(2, settings.default.max_examples // 4))  # type: ignore[union-attr]
+    @settings(max_examples=max(2, settings.default.max_examples // 6))  # type: ignore[union-attr]
     @given(options=cases())
     @example(parsed("--mesh pp=2,dp=2 --schedule interleaved-zb --layers 3 --microbatches 5 --global-batch 1 --tied"))
     def check(options: VerifyOptions) -> None:
@@ -257,12 +257,12 @@ def test_a_run_saves_resumes_and_samples(tmp_path: Path) -> None:
     whole, parts = (checkpoint.read_whole(tmp_path / name / "checkpoints" / "step-4") for name in ("whole", "three"))
     assert whole.keys() == parts.keys()
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
-    for mesh in ("2", "pp=4 --schedule 1f1b --stage-layers 1,1,1,1", "pp=2,tp=2 --schedule zb-h1 --stage-layers 1,3"):
+    for mesh in ("2", "pp=2,tp=2 --schedule zb-h1 --stage-layers 1,3"):
         again = run(TRAIN, f"--run-dir three --resume --steps 5 --mesh {mesh}", tmp_path)
         assert again.code == 0, again
         (tmp_path / "three" / "checkpoints" / "step-5").rename(tmp_path / f"read-{len(list(tmp_path.iterdir()))}")
     found = [checkpoint.read_whole(path) for path in tmp_path.glob("read-*")]
-    assert len(found) == 3
+    assert len(found) == 2
     for other in found[1:]:
         assert all(torch.allclose(found[0][n], other[n], rtol=1e-4, atol=1e-5) for n in found[0])
 
