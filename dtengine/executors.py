@@ -114,6 +114,17 @@ class EagerExecutor:
 Env = dict[fx.Node, fx.Node]
 
 
+def _behind_waits(traced: Traced, later: Sequence[fx.Node]) -> set[fx.Node]:
+    """Return what depends on a wait, or on nodes that are to come later in any case; these included."""
+    behind: set[fx.Node] = set()
+    changes = order_of_changes(traced.forward)
+    for node in traced.forward:
+        before = [*node.all_input_nodes, *changes.get(node, ())]
+        if node.target is WAIT or node in later or any(n in behind for n in before):
+            behind.add(node)
+    return behind
+
+
 @dataclass
 class GraphExecutor:
     """Records what runs into one graph.
@@ -177,12 +188,13 @@ class GraphExecutor:
         """See Executor; what depends on no wait is put here, the rest where it is finished."""
         traced = self._trace(key, function, inputs)
         env = dict(zip(traced.inputs, inputs, strict=True))
-        behind: set[fx.Node] = set()
-        changes = order_of_changes(traced.forward)
-        for node in traced.forward:
-            before = [*node.all_input_nodes, *changes.get(node, ())]
-            if node.target is WAIT or any(n in behind for n in before):
-                behind.add(node)
+        behind = _behind_waits(traced, ())
+        collectives = [n for n in traced.forward if is_collective(n)]
+        if len(collectives) > 1:
+            # Where a rank's shards are empty, a collective depends on nothing. All ranks put the same ones here.
+            flags = self.agree([n in behind for n in collectives])
+            if any(flags):
+                behind = _behind_waits(traced, collectives[flags.index(True) :])
         self._emit([n for n in traced.forward if n not in behind], env, traced.name)
         return traced, env
 

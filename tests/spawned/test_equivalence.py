@@ -131,6 +131,8 @@ CORNERS = (  # heads that tp does not divide, or that are fewer; empty shards ev
     "--mesh rep=2,dp=2,tp=2 --model mlp --plan zero1 --layers 1 --global-batch 5 --microbatches 2",  # idle coordinates
     "--mesh dp=4,tp=2 --plan zero1 --no-sp --layers 1 --embed 3 --global-batch 1 --microbatches 1 --bucket-mb 0",
     "--mesh rep=2,dp=2,tp=2 --plan ddp --no-sp --layers 1 --global-batch 3 --microbatches 1 --momentum 0.9",
+    # A rank that owns nothing, whose gathers depend on nothing.
+    "--mesh dp=4 --plan zero1 --no-sp --model mlp --layers 1 --embed 3 --global-batch 1 --microbatches 1 --bucket-mb 0",
     # Blocks that are traced once on some ranks and twice on others, for their strides.
     "--mesh dp=2,tp=2 --plan ddp --model mlp --layers 2 --global-batch 1 --microbatches 1 --recompute full --bucket-mb 0",
     f"--mesh dp=2,tp=2 --model {OWN} --plan zero2 --layers 2 --weights --dropout 0.2 --microbatches 3",
