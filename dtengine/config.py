@@ -18,21 +18,14 @@ from dtengine.data import BatchShape
 from dtengine.layout import Plan, head_axis, make_plan
 from dtengine.mesh import Mesh, parse_mesh
 from dtengine.model import Model, ModelConfig, Param, Tied, buffers, configure, load_model, parameters
-from dtengine.options import (
-    BatchOptions,
-    MeshOptions,
-    ModelOptions,
-    OptimizerOptions,
-    PipelineOptions,
-    ProgramOptions,
-    TrainOptions,
-)
+from dtengine.options import OptimizerOptions, PipelineOptions, StepOptions, TrainOptions
+from dtengine.parts import parts_of
 from dtengine.passes import PASSES
 from dtengine.pipeline.actions import Schedule
 from dtengine.pipeline.check import read_schedule, read_table
-from dtengine.pipeline.partition import deal, parse_layers
+from dtengine.pipeline.partition import cut, deal, parse_layers
 from dtengine.pipeline.schedules import make
-from dtengine.pipeline.step import make_pipeline_step
+from dtengine.pipeline.step import cut_into_stages
 from dtengine.recompute import parse_saving
 from dtengine.state import StepConfig
 from dtengine.step import Step, make_step
@@ -68,10 +61,8 @@ class Setup:
         cache: TraceCache | None = None,
     ) -> Step:
         """Return the step on a mesh; see ``make_step``."""
-        arguments = (self.model, self.model_config, self.plan, mesh, optimizer, self.step, rate)
-        if self.schedule is None:
-            return make_step(*arguments, device, cache)
-        return make_pipeline_step(*arguments, self.schedule, self.layers, device)
+        step = make_step(self.model, self.model_config, self.plan, mesh, optimizer, self.step, rate, device, cache)
+        return step if self.schedule is None else cut_into_stages(step, self.schedule, self.layers)
 
     def parameters_of(self, rank: int) -> dict[str, Param]:
         """Return the parameters that a pipeline rank holds; all where there is no pipeline."""
@@ -79,13 +70,8 @@ class Setup:
         whole = parameters(specs)
         if self.schedule is None:
             return whole
-        numbers = iter(range(len(specs["blocks"])))
-        cut = [[f"blocks.{next(numbers)}" for _ in range(count)] for count in self.layers]
-        cut[0].insert(0, "embed")
-        cut[-1].append("head")
-        parts = {name for stage in self.schedule.stages(rank) for name in cut[stage]}
-        flat = {name: leaf for name, leaf in trees.flatten(specs).items() if _part(name) in parts}
-        used = {leaf.name if isinstance(leaf, Tied) else name for name, leaf in flat.items()}
+        pieces = cut(parts_of(specs, whole), self.layers)
+        used = {n for stage in self.schedule.stages(rank) for part in pieces[stage] for n in part.names}
         return {name: param for name, param in whole.items() if name in used}
 
     def optimizer(self, options: OptimizerOptions) -> optim.Optimizer:
@@ -94,20 +80,16 @@ class Setup:
         return optim.OPTIMIZERS[options.optimizer](weight_decay=options.weight_decay, **beside)
 
 
-def resolve(
-    mesh: MeshOptions,
-    model: ModelOptions,
-    batch: BatchOptions,
-    optimizer: OptimizerOptions,
-    program: ProgramOptions | None = None,
-    pipeline: PipelineOptions | None = None,
-    **defaults: Any,
-) -> Setup:
+def resolve(options: StepOptions, **defaults: Any) -> Setup:
     """Resolve options, or raise ValueError in one short message.
 
     Args:
+        options: of a command.
         defaults: model sizes and ``global_batch`` where neither an option nor the model says otherwise.
     """
+    mesh, model, batch, optimizer, program = (
+        options.mesh, options.model, options.batch, options.optimizer, options.program
+    )  # fmt: skip
     sizes = parse_mesh(mesh.mesh)
     chosen = load_model(model.model)
     given = {k: v for k, v in dataclasses.asdict(model).items() if k not in ("model", "size")}
@@ -136,7 +118,6 @@ def resolve(
             )
     if optimizer.base_batch is not None and optimizer.base_batch < 1:
         raise ValueError(f"--base-batch {optimizer.base_batch}: a number of sequences, at least 1.")
-    program = program or ProgramOptions()
     loss_scale.check(program.loss_scale, program.loss_scale_window)
     parse_saving(program.recompute, program.activation_budget)
     for name in ("prefetch", "bucket_mb"):
@@ -190,7 +171,7 @@ def resolve(
         raise ValueError(
             f"{given} --mesh {mesh.mesh}: not there for pipelines yet. Leave it out, or use a mesh without pp."
         )
-    schedule, layers = _stages(pipeline or PipelineOptions(), sizes.get("pp", 1), shape.microbatches, specs)
+    schedule, layers = _stages(options.pipeline, sizes.get("pp", 1), shape.microbatches, specs)
     return Setup(chosen, config, plan, global_batch, shape, step, tuple(wasteful), schedule, layers)
 
 
@@ -220,12 +201,6 @@ def _stages(
     if options.stage_layers is not None:
         return schedule, parse_layers(options.stage_layers, len(blocks), schedule.num_stages)
     return schedule, deal(blocks, schedule.num_stages, 0.0, _work(specs["head"], specs))
-
-
-def _part(name: str) -> str:
-    """Return the part of a parameter: "embed", "blocks.3", "head"."""
-    words = name.split(".")
-    return ".".join(words[:2]) if words[0] == "blocks" else words[0]
 
 
 def _work(tree: Any, specs: dict[str, Any] | None = None) -> float:

@@ -6,7 +6,7 @@ as much with eighty layers as with one. ``EagerExecutor`` works on tensors, for 
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -114,17 +114,6 @@ class EagerExecutor:
 Env = dict[fx.Node, fx.Node]
 
 
-def _behind_waits(traced: Traced, later: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return what depends on a wait, or on nodes that are to come later in any case; these included."""
-    behind: set[fx.Node] = set()
-    changes = order_of_changes(traced.forward)
-    for node in traced.forward:
-        before = [*node.all_input_nodes, *changes.get(node, ())]
-        if node.target is WAIT or node in later or any(n in behind for n in before):
-            behind.add(node)
-    return behind
-
-
 @dataclass
 class GraphExecutor:
     """Records what runs into one graph.
@@ -211,7 +200,7 @@ class GraphExecutor:
         buffers: Sequence[fx.Node],
         x: fx.Node | None,
         batch: Sequence[fx.Node],
-        key: fx.Node,
+        key: fx.Node | None,
         train: bool,
     ) -> tuple[list[fx.Node], Any]:
         """See Executor."""
@@ -223,6 +212,7 @@ class GraphExecutor:
                     return self.functions.forward(part, *self._unpack(part, tensors), train=False).outputs
 
             return self.call(("evaluate", part.kind), plain, [*params, *stream, *batch]), None
+        assert key is not None, "a training step has a dropout key, used or not"
         inputs = [*params, *stream, *batch, key]
         traced = self._joint(part, inputs)
         env = dict(zip(traced.inputs[:-1], inputs, strict=True))
@@ -403,3 +393,13 @@ class GraphExecutor:
         new = self.graph.get_attr(name)
         new.meta.update(node.meta)
         return new
+
+
+def _behind_waits(traced: Traced, later: Collection[fx.Node]) -> set[fx.Node]:
+    """Return what depends on a wait, or on nodes that are to come later in any case; these included."""
+    behind = set(later)
+    changes = order_of_changes(traced.forward)
+    for node in traced.forward:
+        if node.target is WAIT or any(n in behind for n in (*node.all_input_nodes, *changes.get(node, ()))):
+            behind.add(node)
+    return behind

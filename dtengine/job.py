@@ -96,9 +96,7 @@ def _absolute(options: TrainOptions) -> TrainOptions:
 def prepare(options: TrainOptions, changed: str, owner: bool) -> Job:
     """Resolve everything that needs no rank, or raise ValueError in one short message."""
     # 1. the model's sizes, for the length of a sequence; 2. the data; 3. all again, with the vocabulary of the data
-    first = config.resolve(
-        options.mesh, options.model, options.batch, options.optimizer, options.program, options.pipeline, **DEFAULTS
-    )
+    first = config.resolve(options, **DEFAULTS)
     data = options.data
     for name, low in (("eval_every", 0), ("eval_sequences", 1)):
         if getattr(data, name) < low:
@@ -108,16 +106,7 @@ def prepare(options: TrainOptions, changed: str, owner: bool) -> Job:
     corpus = load_corpus(
         data.data, first.model_config.seq, data.heldout_fraction, options.optimizer.seed, options.model.vocab
     )
-    setup = config.resolve(
-        options.mesh,
-        options.model,
-        options.batch,
-        options.optimizer,
-        options.program,
-        options.pipeline,
-        **DEFAULTS,
-        vocab=corpus.vocab,
-    )
+    setup = config.resolve(options, **DEFAULTS, vocab=corpus.vocab)
     if setup.model_config.vocab < corpus.vocab:
         raise ValueError(
             f"--vocab {setup.model_config.vocab}: the data has token ids up to {corpus.vocab - 1}; the vocabulary must "

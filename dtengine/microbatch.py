@@ -267,7 +267,7 @@ class Microbatch:
     def keys(self, run: Executor, key: Value) -> list[Value]:
         """Return the dropout key of each part."""
         parts = self.order.parts
-        if not self.dropout:
+        if not self.dropout or not parts:
             return [key] * len(parts)
         names = tuple(part.name for part in parts)
 

@@ -1,7 +1,7 @@
 """What a node of a traced graph is: a collective, a change in place, a view; whose memory its value lies in."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from torch import Tensor, fx
 
@@ -66,6 +66,26 @@ def form_of(node: fx.Node) -> tuple:
 def phase_of(node: fx.Node) -> str:
     """Return whether a node of a part is of its forward or its backward."""
     return node.meta.get("phase", FORWARD)
+
+
+def ancestors(
+    ends: Iterable[fx.Node], known: Collection[fx.Node], also: Callable[[fx.Node], Iterable[fx.Node]]
+) -> set[fx.Node]:
+    """Return nodes and all that must have run before them, as far as it is not known; inputs aside.
+
+    Args:
+        ends: where to begin.
+        known: nodes that are there.
+        also: gives what a node needs beside its operands: changes in place of what it reads.
+    """
+    found: set[fx.Node] = set()
+    todo = list(ends)
+    while todo:
+        node = todo.pop()
+        if node.op != "placeholder" and node not in known and node not in found:
+            found.add(node)
+            todo += [*node.all_input_nodes, *also(node)]
+    return found
 
 
 def order_of_changes(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:

@@ -167,6 +167,18 @@ class PipelineOptions:
 
 
 @dataclass(frozen=True)
+class StepOptions:
+    """What shapes a step, of whichever command."""
+
+    mesh: Annotated[MeshOptions, OmitArgPrefixes] = field(default_factory=MeshOptions)
+    model: Annotated[ModelOptions, OmitArgPrefixes] = field(default_factory=ModelOptions)
+    batch: Annotated[BatchOptions, OmitArgPrefixes] = field(default_factory=BatchOptions)
+    optimizer: Annotated[OptimizerOptions, OmitArgPrefixes] = field(default_factory=OptimizerOptions)
+    program: Annotated[ProgramOptions, OmitArgPrefixes] = field(default_factory=ProgramOptions)
+    pipeline: Annotated[PipelineOptions, OmitArgPrefixes] = field(default_factory=PipelineOptions)
+
+
+@dataclass(frozen=True)
 class DataOptions:
     """What to train on, and what to hold out."""
 
@@ -205,18 +217,12 @@ class RunOptions:
 
 
 @dataclass(frozen=True)
-class TrainOptions:
+class TrainOptions(StepOptions):
     """Train a language model on a mesh of devices, from one declared plan.
 
     python -m dtengine.train --mesh 2x4 starts 8 ranks on this machine; under torchrun or srun it uses theirs.
     """
 
-    mesh: Annotated[MeshOptions, OmitArgPrefixes] = field(default_factory=MeshOptions)
-    model: Annotated[ModelOptions, OmitArgPrefixes] = field(default_factory=ModelOptions)
-    batch: Annotated[BatchOptions, OmitArgPrefixes] = field(default_factory=BatchOptions)
-    optimizer: Annotated[OptimizerOptions, OmitArgPrefixes] = field(default_factory=OptimizerOptions)
-    program: Annotated[ProgramOptions, OmitArgPrefixes] = field(default_factory=ProgramOptions)
-    pipeline: Annotated[PipelineOptions, OmitArgPrefixes] = field(default_factory=PipelineOptions)
     data: Annotated[DataOptions, OmitArgPrefixes] = field(default_factory=DataOptions)
     run: Annotated[RunOptions, OmitArgPrefixes] = field(default_factory=RunOptions)
 

@@ -10,7 +10,7 @@ from dtengine.data import Batch
 from dtengine.mesh import Mesh
 from dtengine.model import buffers, forward, parameters
 from dtengine.ops import Ops
-from dtengine.pipeline.step import whole_tensors
+from dtengine.shard import gather_named
 from dtengine.state import State
 
 LARGEST_BYTES = 4 << 30  # parameters above this are not gathered to one rank for a sample
@@ -36,7 +36,7 @@ def sample_text(setup: Setup, state: State, mesh: Mesh, length: int, byte_level:
         return None
     specs, seq = setup.model.specs(setup.model_config), setup.model_config.seq
     leaves = {**parameters(specs), **buffers(specs)}
-    params = whole_tensors(held, {name: leaf.shape for name, leaf in leaves.items()}, mesh)
+    params = gather_named(held, {name: leaf.shape for name, leaf in leaves.items()}, mesh)
     if dist.get_rank() != 0:
         return None
     device = next(iter(params.values())).device

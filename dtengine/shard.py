@@ -5,7 +5,7 @@ each of a block's parameters costs more than the bytes do, and it works on local
 as called.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from dtengine.layout import Placements, chunk_bounds, local_bounds
 from dtengine.mesh import Mesh
-from dtengine.torch_private import all_gather, all_reduce, all_to_all, reduce_scatter
+from dtengine.torch_private import all_gather, all_gather_flat, all_reduce, all_to_all, reduce_scatter
 
 
 class Move(NamedTuple):
@@ -294,3 +294,26 @@ def gather(tensors: Sequence[DTensor], mesh: Mesh) -> list[Tensor]:
     moves = [Move(tuple(t.placements), tuple(Replicate() for _ in t.placements), tuple(t.shape)) for t in tensors]
     with torch.no_grad():
         return redistribute([t.to_local().to(mesh.device_mesh.device_type) for t in tensors], moves, mesh)
+
+
+def gather_named(values: Mapping[str, DTensor], shapes: Mapping[str, tuple[int, ...]], mesh: Mesh) -> dict[str, Tensor]:
+    """Return whole tensors on every rank, those of other stages of a pipeline included, in float64 there; as ``gather``.
+
+    Args:
+        values: {name: tensor} of this rank's stages.
+        shapes: {name: global shape} of the whole model; more than there are values of is no harm.
+        mesh: of the tensors.
+    """
+    mine = dict(zip(values, gather(list(values.values()), mesh), strict=True))
+    if mesh.pipe is None:
+        return mine
+    # The first stage that has a tensor gives it; the others add nothing.
+    device, found = mesh.device_mesh.device_type, {}
+    has = torch.tensor([float(name in mine) for name in shapes], device=device)
+    table = all_gather_flat(has, mesh.pipe.size, mesh.pipe.group).view(mesh.pipe.size, -1)
+    for (name, shape), column in zip(shapes.items(), table.unbind(1), strict=True):
+        owners = column.nonzero().flatten().tolist()
+        if owners:
+            own = mine[name].double() if owners[0] == mesh.pipe.rank else torch.zeros(shape, dtype=torch.float64)
+            found[name] = all_reduce(own.to(device, copy=True), "sum", mesh.pipe.group)
+    return found

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from dtengine.nodes import BACKWARD, FORWARD, alias_of, is_mutable, phase_of, root_of
+from dtengine.nodes import BACKWARD, FORWARD, alias_of, ancestors, is_mutable, phase_of, root_of
 from dtengine.passes import Effect, run_passes
 from dtengine.torch_private import (
     ALL_REDUCE,
@@ -112,16 +112,8 @@ def _mark_phases(graph: fx.Graph, num_forward: int) -> None:
 
 
 def closure(nodes: Sequence[fx.Node], known: set[fx.Node]) -> set[fx.Node]:
-    """Return nodes and all they depend on, as far as it is not known; what changes a needed value in place included."""
-    found: set[fx.Node] = set()
-    todo = list(nodes)
-    while todo:
-        one = todo.pop()
-        if one in known or one in found or one.op == "placeholder":
-            continue
-        found.add(one)
-        todo += [*one.all_input_nodes, *one.meta.get("changed_by", ())]
-    return found
+    """Return nodes of a trace and all they depend on, as far as it is not known."""
+    return ancestors(nodes, known, lambda node: node.meta.get("changed_by", ()))
 
 
 # --- compiled ---------------------------------------------------------------------------------------------------

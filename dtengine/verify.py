@@ -32,18 +32,9 @@ from dtengine.data import IGNORE, Batch, rows_of
 from dtengine.mesh import Mesh, build_mesh
 from dtengine.model import buffers, forward_with_buffers, parameters
 from dtengine.ops import Ops
-from dtengine.options import (
-    BatchOptions,
-    MeshOptions,
-    ModelOptions,
-    OptimizerOptions,
-    PipelineOptions,
-    ProgramOptions,
-    fail,
-    parse,
-)
+from dtengine.options import MeshOptions, OptimizerOptions, ProgramOptions, StepOptions, fail, parse
 from dtengine.parameters import COMPUTE_DTYPES, init_param
-from dtengine.pipeline.step import whole_tensors
+from dtengine.shard import gather_named
 from dtengine.step import init_state
 from dtengine.torch_private import preload
 
@@ -68,16 +59,13 @@ class CheckOptions:
 
 
 @dataclass(frozen=True)
-class VerifyOptions:
+class VerifyOptions(StepOptions):
     """Prove that a plan computes what one device computes: loss, raw gradients, norm, parameters.
 
     Starts gloo ranks on this machine. Exit code 0: equal; 1: beyond tolerance; 2: options that do not fit.
     """
 
-    check: Annotated[CheckOptions, OmitArgPrefixes] = field(default_factory=CheckOptions)
     mesh: Annotated[MeshOptions, OmitArgPrefixes] = field(default_factory=lambda: MeshOptions(backend="gloo"))
-    model: Annotated[ModelOptions, OmitArgPrefixes] = field(default_factory=ModelOptions)
-    batch: Annotated[BatchOptions, OmitArgPrefixes] = field(default_factory=BatchOptions)
     optimizer: Annotated[OptimizerOptions, OmitArgPrefixes] = field(
         default_factory=lambda: OptimizerOptions(
             steps=3, optimizer="sgd", lr=1.0, warmup=0, lr_decay="none", weight_decay=0.0, clip=0.1
@@ -87,7 +75,7 @@ class VerifyOptions:
         # A small loss scale, that nothing overflows in a few steps: it is the same in all of them.
         default_factory=lambda: ProgramOptions(precision="fp64", loss_scale=1024.0)
     )
-    pipeline: Annotated[PipelineOptions, OmitArgPrefixes] = field(default_factory=PipelineOptions)
+    check: Annotated[CheckOptions, OmitArgPrefixes] = field(default_factory=CheckOptions)
 
 
 class Trained(NamedTuple):
@@ -215,14 +203,14 @@ def train_plan(
     raw = step.gradients(state, batches, count)
     specs = setup.model.specs(setup.model_config)
     shapes = {name: leaf.shape for name, leaf in (*parameters(specs).items(), *buffers(specs).items())}
-    grads = whole_tensors(raw, shapes, mesh)
+    grads = gather_named(raw, shapes, mesh)
     losses, norm = [], 0.0
     for number in range(options.steps):
         state, metrics = step(state, batches, count)
         losses.append(metrics.loss.item())
         if number == 0:
             norm = metrics.norm.item()
-    params, held = whole_tensors(state.weights, shapes, mesh), whole_tensors(state.buffers, shapes, mesh)
+    params, held = gather_named(state.weights, shapes, mesh), gather_named(state.buffers, shapes, mesh)
     return Trained(losses, grads, norm, params, held), replicas_equal(state, mesh), step.collectives()
 
 
@@ -302,16 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = shlex.join(["python", "-m", "dtengine.verify", *(a for a in arguments if a != "--json")])
     try:
         note_unused(options)
-        setup = resolve(
-            options.mesh,
-            options.model,
-            options.batch,
-            options.optimizer,
-            options.program,
-            options.pipeline,
-            global_batch=7,
-            **DEFAULTS,
-        )
+        setup = resolve(options, global_batch=7, **DEFAULTS)
         tolerance = options.check.tolerance
         if tolerance is not None and not (math.isfinite(tolerance) and tolerance >= 0):
             raise ValueError(f"--tolerance {tolerance}: must be a number of at least 0.")

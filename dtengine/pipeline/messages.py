@@ -1,13 +1,14 @@
 """What goes from stage to stage in a step: sent and received within the pipeline at each place of the stage's mesh."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtengine.mesh import Mesh
-from dtengine.pipeline.actions import Action, Schedule
+from dtengine.mesh import Pipe
+from dtengine.pipeline.actions import Action
 from dtengine.pipeline.communication import receiver, sender
 from dtengine.torch_private import group_of
 
@@ -16,12 +17,16 @@ class Messages:
     """Outputs and input gradients on their way.
 
     A message has a tag made of stage, kind and microbatch: without tags messages of one size could swap.
+
+    Args:
+        pipe: this rank's place.
+        rank_of: the pipeline rank of each stage.
+        num_microbatches: that pass.
     """
 
-    def __init__(self, mesh: Mesh, schedule: Schedule, num_microbatches: int) -> None:
-        assert mesh.pipe is not None
-        self.rank, self.pipe = mesh.pipe.rank, mesh.pipe
-        self.rank_of, self.num_microbatches = schedule.rank_of, num_microbatches
+    def __init__(self, pipe: Pipe, rank_of: Sequence[int], num_microbatches: int) -> None:
+        self.rank, self.pipe = pipe.rank, pipe
+        self.rank_of, self.num_microbatches = rank_of, num_microbatches
         self.here: dict[Action, Tensor] = {}  # by the receive that they are for
         self.coming: dict[Action, tuple[Tensor, Any]] = {}
         self.ready: dict[Action, Tensor] = {}  # by the send that they wait for

@@ -1,6 +1,9 @@
 """Which layers a stage has."""
 
 from collections.abc import Sequence
+from typing import TypeVar
+
+Part = TypeVar("Part")
 
 
 def deal(costs: Sequence[float], num_stages: int, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
@@ -38,6 +41,18 @@ def deal(costs: Sequence[float], num_stages: int, first: float = 0.0, last: floa
         ends.append(cut[ends[-1]])
     ends.append(0)
     return tuple(a - b for a, b in zip(ends, ends[1:], strict=False))[::-1]
+
+
+def cut(parts: Sequence[Part], layers: Sequence[int]) -> list[list[Part]]:
+    """Deal embedding, blocks and head, in this order, to stages of so many blocks each."""
+    blocks, found = list(parts[1:-1]), []
+    for count in layers:
+        found.append(blocks[:count])
+        blocks = blocks[count:]
+    assert not blocks, "the layers of all stages are those of the model"
+    found[0].insert(0, parts[0])
+    found[-1].append(parts[-1])
+    return found
 
 
 def parse_layers(text: str, num_layers: int, num_stages: int) -> tuple[int, ...]:

@@ -9,12 +9,12 @@ The values that go from one piece to a later one are what the stage saves for a 
 """
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
-from dtengine.nodes import alias_of, alias_of_tuple, is_mutable, order_of_changes, root_of
+from dtengine.nodes import alias_of, alias_of_tuple, ancestors, is_mutable, order_of_changes, root_of
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,14 @@ def split(graph: fx.Graph, forward: Sequence[fx.Node], input_grad: fx.Node | Non
     nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
     behind = order_of_changes(nodes)
     effects = [n for n in nodes if is_mutable(n) and root_of(n).op == "placeholder"]
-    in_f = _ancestors(forward, behind, set())
-    in_i = _ancestors([] if input_grad is None else [input_grad], behind, in_f)
-    in_w = _ancestors(effects, behind, in_f | in_i)
     ends = [] if input_grad is None else [input_grad]
+
+    def needed(some: Sequence[fx.Node], known: set[fx.Node]) -> set[fx.Node]:
+        return _with_siblings(ancestors(some, known, lambda node: behind.get(node, ())))
+
+    in_f = needed(forward, set())
+    in_i = needed(ends, in_f)
+    in_w = needed(effects, in_f | in_i)
     weight = _cut([n for n in nodes if n in in_w], [])
     inner = _cut([n for n in nodes if n in in_i], [*ends, *(n for n in weight.takes if n in in_i)])
     both = _cut([n for n in nodes if n in in_i or n in in_w], ends)
@@ -59,18 +63,9 @@ def split(graph: fx.Graph, forward: Sequence[fx.Node], input_grad: fx.Node | Non
     return {kind: cut.piece() for kind, cut in zip("FIWB", (first, inner, weight, both), strict=True)}
 
 
-def _ancestors(ends: Iterable[fx.Node], behind: dict[fx.Node, list[fx.Node]], known: set[fx.Node]) -> set[fx.Node]:
-    """Return nodes and all that must have run before them, as far as it is not known."""
-    found: set[fx.Node] = set()
-    todo = list(ends)
-    while todo:
-        node = todo.pop()
-        if node in known or node in found or node.op == "placeholder":
-            continue
-        found.add(node)
-        todo += [*node.all_input_nodes, *behind.get(node, ())]
-    # A result of several stays with its siblings: what goes from piece to piece are tensors.
-    return found | {user for node in found for user in node.users if user.target is operator.getitem}
+def _with_siblings(nodes: set[fx.Node]) -> set[fx.Node]:
+    """Add the other results of operations that have several: what goes from piece to piece are tensors."""
+    return nodes | {user for node in nodes for user in node.users if user.target is operator.getitem}
 
 
 @dataclass(frozen=True)
@@ -78,8 +73,8 @@ class _Cut:
     """What becomes a piece: ``again`` are views of what it takes, made once more so that they are not saved."""
 
     nodes: list[fx.Node]
-    again: list[fx.Node]
-    takes: list[fx.Node]
+    again: dict[fx.Node, None]
+    takes: dict[fx.Node, None]
     gives: list[fx.Node]
 
     def piece(self) -> Piece:
@@ -125,4 +120,4 @@ def _cut(nodes: list[fx.Node], gives: Sequence[fx.Node]) -> _Cut:
     wanted = list(dict.fromkeys(gives))
     for node in wanted:  # an input that is handed on
         need(node)
-    return _Cut(nodes, list(again), list(takes), wanted)
+    return _Cut(nodes, again, takes, wanted)

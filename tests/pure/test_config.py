@@ -20,6 +20,7 @@ from dtengine.options import (
     ModelOptions,
     OptimizerOptions,
     ProgramOptions,
+    StepOptions,
     TrainOptions,
     fail,
     from_json,
@@ -45,15 +46,14 @@ def setup(
     program: dict | None = None,
     **optimizer,
 ) -> config.Setup:
-    return resolve(
+    options = StepOptions(
         MeshOptions(**mesh or {}),
         ModelOptions(**model or {}),
         BatchOptions(**batch or {}),
         OptimizerOptions(**optimizer),
         ProgramOptions(**program or {}),
-        None,
-        **SMALL,
     )
+    return resolve(options, **SMALL)
 
 
 # Names

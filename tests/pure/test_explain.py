@@ -15,7 +15,7 @@ from dtengine.config import Setup, resolve
 from dtengine.explain import explain
 from dtengine.layout import Layout
 from dtengine.model import parameters
-from dtengine.options import BatchOptions, MeshOptions, ModelOptions, OptimizerOptions, ProgramOptions
+from dtengine.options import MeshOptions, ModelOptions, ProgramOptions, StepOptions
 from dtengine.screens import bytes_text
 
 SMALL = {"layers": 2, "embed": 24, "heads": 6, "vocab": 67, "seq": 15, "global_batch": 7}
@@ -85,9 +85,9 @@ def show(setup: Setup) -> tuple[str, list[Heading], list[Heading]]:
 
 
 def make(mesh: str, plan: str, model: str, precision: str = "fp32", **sizes) -> Setup:
-    options = ProgramOptions(precision=precision)  # type: ignore[arg-type]
+    program = ProgramOptions(precision=precision)  # type: ignore[arg-type]
     where = MeshOptions(mesh, plan)  # type: ignore[arg-type]
-    return resolve(where, ModelOptions(model), BatchOptions(), OptimizerOptions(), options, None, **SMALL | sizes)
+    return resolve(StepOptions(where, ModelOptions(model), program=program), **SMALL | sizes)
 
 
 @cache

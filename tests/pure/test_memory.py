@@ -10,7 +10,7 @@ from torch import fx
 
 from dtengine.config import resolve
 from dtengine.memory import MADE, MemoryEstimate, estimate, moments, peak_of
-from dtengine.options import BatchOptions, MeshOptions, ModelOptions, OptimizerOptions, ProgramOptions
+from dtengine.options import MeshOptions, ModelOptions, ProgramOptions, StepOptions
 from dtengine.screens import memory_rows
 from dtengine.torch_private import FakeTensorMode
 
@@ -195,11 +195,11 @@ def test_parameters_are_offloaded_as_shards() -> None:
         ValueError, match="--offload parameters --plan zero1: .* Use --offload optimizer, or --plan fsdp."
     ):
         resolve(
-            MeshOptions(mesh="2", plan="zero1"),
-            ModelOptions(seq=8, vocab=8),
-            BatchOptions(),
-            OptimizerOptions(),
-            ProgramOptions(offload="parameters"),
+            StepOptions(
+                MeshOptions(mesh="2", plan="zero1"),
+                ModelOptions(seq=8, vocab=8),
+                program=ProgramOptions(offload="parameters"),
+            )
         )
 
 

@@ -51,9 +51,11 @@ LEVELS = {
     "pipeline.partition": 0,
     "pipeline.split": 2,
     "pipeline.messages": 3,
-    "pipeline.step": 11,
-    "schedule_report": 14,
-    "schedule": 15,
+    "pipeline.sums": 10,
+    "pipeline.stage": 11,
+    "pipeline.step": 12,
+    "schedule_report": 15,
+    "schedule": 16,
     # one subject each
     "corpus": 1,
     "kernels": 1,
@@ -90,18 +92,18 @@ LEVELS = {
     "microbatch": 9,
     "step": 10,
     "checkpoint": 11,
-    "config": 12,
+    "config": 13,
     # what is done with a resolved run
-    "explain": 13,
-    "job": 13,
-    "sample": 13,
-    "passes_report": 14,
-    "watch": 14,
+    "explain": 14,
+    "job": 14,
+    "sample": 14,
+    "passes_report": 15,
+    "watch": 15,
     # commands
-    "train": 15,
-    "verify": 15,
+    "train": 16,
+    "verify": 16,
     # the public interface
-    "__init__": 16,
+    "__init__": 17,
 }
 
 # Calls that unpickle what comes from a file or from another rank.

@@ -11,7 +11,7 @@ import torch
 from dtengine.checkpoint import newest, replicas_equal, save
 from dtengine.config import Setup, resolve
 from dtengine.mesh import build_mesh, parse_mesh
-from dtengine.options import BatchOptions, MeshOptions, ModelOptions, OptimizerOptions
+from dtengine.options import MeshOptions, OptimizerOptions, StepOptions
 from dtengine.step import init_state, make_step
 from dtengine.train import check_same_tokens
 from dtengine.verify import DEFAULTS
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def setup_of(mesh: str, plan: Any) -> Setup:
-    return resolve(MeshOptions(mesh, plan), ModelOptions(), BatchOptions(), OptimizerOptions(), None, None, **DEFAULTS)
+    return resolve(StepOptions(MeshOptions(mesh, plan)), **DEFAULTS)
 
 
 def compare_tokens(rank: int, mesh_text: str, checksums: list[int]) -> str:

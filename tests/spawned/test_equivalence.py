@@ -201,16 +201,7 @@ RECOMPUTE = st.sampled_from(("none", "full", "selective", "every-2", "selective"
 
 def setup_of(options: VerifyOptions) -> Setup:
     """Resolve options as the command does."""
-    return resolve(
-        options.mesh,
-        options.model,
-        options.batch,
-        options.optimizer,
-        options.program,
-        options.pipeline,
-        global_batch=7,
-        **DEFAULTS,
-    )
+    return resolve(options, global_batch=7, **DEFAULTS)
 
 
 def arguments_of(options: VerifyOptions) -> list[str]:

@@ -13,21 +13,20 @@ from dtengine.config import resolve
 from dtengine.data import Batch
 from dtengine.memory import MemoryEstimate, moments
 from dtengine.mesh import build_mesh
-from dtengine.options import BatchOptions, MeshOptions, ModelOptions, OptimizerOptions, ProgramOptions
+from dtengine.options import BatchOptions, MeshOptions, ModelOptions, OptimizerOptions, ProgramOptions, StepOptions
 from dtengine.program import Program
-from dtengine.step import Step, init_state, make_step
+from dtengine.step import Step, init_state
 
 SIZES = ModelOptions(layers=4, embed=256, heads=4, seq=128, vocab=256)
 
 
 def step_of(mesh: MeshOptions, program: ProgramOptions, model: ModelOptions = SIZES, passes: int = 1) -> Step:
     """Return a step of 8 sequences."""
-    setup = resolve(
-        mesh, model, BatchOptions(global_batch=8, microbatches=passes), OptimizerOptions(optimizer="adamw"), program
-    )
+    batch = BatchOptions(global_batch=8, microbatches=passes)
+    setup = resolve(StepOptions(mesh, model, batch, OptimizerOptions(optimizer="adamw"), program))
     bound = build_mesh(setup.plan.sizes, torch.device("cpu"))
     optimizer = setup.optimizer(OptimizerOptions())
-    return make_step(setup.model, setup.model_config, setup.plan, bound, optimizer, setup.step, lambda _: 1e-3)
+    return setup.bind(bound, optimizer, lambda _: 1e-3)
 
 
 def batches_of(step: Step) -> list[Batch]:

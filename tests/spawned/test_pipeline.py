@@ -227,7 +227,7 @@ def run_split(rank: int, options: VerifyOptions) -> dict[str, Any]:
     _, _, step = step_of(options)
     assert isinstance(step, PipelineStep)
     step.prepare()
-    (made,) = step.parts_programs.values()
+    (made,) = step.traced.values()
     found: dict[str, Any] = {"rank": rank}
     for kind, program in made.programs.items():
         nodes = list(program.graph.graph.nodes)

@@ -34,7 +34,7 @@ from dtengine.monitor import STATUS_FIELDS, TAGS
 from dtengine.options import from_json
 from dtengine.passes import PASSES
 from dtengine.rates import LearningRate
-from dtengine.step import init_state, make_step
+from dtengine.step import init_state
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 pytestmark = linux_only
@@ -370,11 +370,10 @@ def test_resume_on_another_mesh(
 def save_again(rank: int, source: Path, target: Path, mesh: str, plan: str) -> None:
     """Load a checkpoint on some mesh and save it as it is."""
     stored = from_json((source.parents[1] / "config.json").read_text())
-    mesh_options = replace(stored.mesh, mesh=mesh, plan=plan)
-    setup = config.resolve(mesh_options, stored.model, stored.batch, stored.optimizer, stored.program, vocab=256)
+    setup = config.resolve(replace(stored, mesh=replace(stored.mesh, mesh=mesh, plan=plan)), vocab=256)
     there = build_mesh(setup.plan.sizes)
     optimizer = setup.optimizer(stored.optimizer)
-    step = make_step(setup.model, setup.model_config, setup.plan, there, optimizer, setup.step, RATE)
+    step = setup.bind(there, optimizer, RATE)
     checkpoint.save(target, checkpoint.load(source, init_state(step), there), there, {})
 
 
