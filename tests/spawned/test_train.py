@@ -561,7 +561,7 @@ def mistakes(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--mesh 2x", ["--mesh 2x: an empty size for tp"]),
         ("--mesh -1x2", ["--mesh -1x2: -1 for dp"]),
         ("--mesh dp=2,dp=2", ["--mesh dp=2,dp=2: axis dp is given twice"]),
-        ("--mesh foo=2", ["--mesh foo=2: no mesh axis is called 'foo'", "Use rep, dp, tp"]),
+        ("--mesh foo=2", ["--mesh foo=2: no mesh axis is called 'foo'", "Use pp, rep, dp, tp"]),
         ("--mesh 2x2x2x2", ["--mesh 2x2x2x2: 4 sizes, but at most 3"]),
         ("--mesh 99999999", ["--mesh 99999999"]),
         ("--data missing.txt", ["--data missing.txt: there is no such file"]),
