@@ -119,7 +119,7 @@ def resolve(options: StepOptions, **defaults: Any) -> Setup:
     if optimizer.base_batch is not None and optimizer.base_batch < 1:
         raise ValueError(f"--base-batch {optimizer.base_batch}: a number of sequences, at least 1.")
     loss_scale.check(program.loss_scale, program.loss_scale_window)
-    parse_saving(program.recompute, program.activation_budget)
+    parse_saving(program.recompute, program.activation_budget, program.save)
     for name in ("prefetch", "bucket_mb"):
         if not 0 <= getattr(program, name) < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(program, name)}: must be at least 0, and finite.")
@@ -149,6 +149,7 @@ def resolve(options: StepOptions, **defaults: Any) -> Setup:
         eager=program.eager,
         recompute=program.recompute,
         activation_budget=program.activation_budget,
+        save=program.save,
         prefetch=program.prefetch,
         bucket_mb=program.bucket_mb,
         offload=program.offload,

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from dtengine.nodes import is_collective, order_of_changes, root_of
+from dtengine.nodes import is_collective, order_of_changes, root_of, with_siblings
 from dtengine.parts import Live, Part, PartFunctions
 from dtengine.passes import Effect, run_passes
 from dtengine.recompute import Saving, saved_nodes
@@ -93,7 +93,7 @@ class EagerExecutor:
         train: bool,
     ) -> tuple[list[Tensor], Any]:
         """See Executor."""
-        again = self.saving.recomputes(part)
+        again = self.saving.policy(part) is not None
         with torch.set_grad_enabled(train and not again):
             live = self.functions.forward(part, params, buffers, x, batch, key, train)
         saved = (buffers, x, batch, key, train) if again else live
@@ -222,8 +222,8 @@ class GraphExecutor:
             needed = closure(wanted, set())
             nodes = [n for n in traced.forward if n in needed]
             self._emit_compiled(traced, nodes, env, wanted, f"forward {part.name}")
-        elif self.saving.recomputes(part):
-            needed = closure(outputs, set())
+        elif self.saving.policy(part):
+            needed = with_siblings(closure(outputs, set()))
             self._emit([n for n in traced.forward if n in needed], env, f"forward {part.name}")
         else:
             self._emit(traced.forward, env, f"forward {part.name}")
@@ -236,7 +236,7 @@ class GraphExecutor:
         traced, before, then = saved
         num = len(part.names)
         results = traced.outputs[part.num_outputs :]
-        if not self.compile and not self.saving.recomputes(part) and list(params) == then:
+        if not self.compile and not self.saving.policy(part) and list(params) == then:
             env, again = before, []
         else:
             env, again = self._restore(part, traced, before, params, regathered=self.compile or list(params) != then)
@@ -259,11 +259,11 @@ class GraphExecutor:
         """Return what the backward of a part may read, and the nodes of the forward that it computes again."""
         num = len(part.names)
         inputs = traced.inputs[:-1]
-        key = (id(traced), regathered, self.saving.recomputes(part))
+        key = (id(traced), regathered, self.saving.policy(part))
         if key not in self.repeats:  # the same for parts that are alike
             keep = self._keep(part, traced, regathered=regathered, views=not self.compile)
-            if self.saving.recomputes(part) and not self.compile:  # the forward put no more than its outputs need
-                keep &= closure(traced.outputs[: part.num_outputs], set())
+            if self.saving.policy(part) and not self.compile:  # the forward put no more than its outputs need
+                keep &= with_siblings(closure(traced.outputs[: part.num_outputs], set()))
             needed = closure([n for n in traced.read_by_backward if n not in keep], keep | set(inputs))
             self.repeats[key] = keep, needed
         keep, needed = self.repeats[key]
@@ -282,8 +282,8 @@ class GraphExecutor:
     def _keep(self, part: Part, traced: Traced, *, regathered: bool, views: bool) -> set[fx.Node]:
         """Return the nodes of a part's forward whose values its backward finds as they were."""
         own, wanted = set(traced.inputs[: len(part.names)]), traced.read_by_backward
-        saving = self.saving if self.saving.recomputes(part) else None
-        keep = saved_nodes(traced.forward, wanted, own, saving, regathered)
+        policy, budget = self.saving.policy(part), self.saving.budget
+        keep = saved_nodes(traced.forward, wanted, own, policy, budget, regathered)
         if views:
             return keep
         # A compiled forward hands out memory of its own only; views of it are taken again.

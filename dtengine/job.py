@@ -101,6 +101,10 @@ def prepare(options: TrainOptions, changed: str, owner: bool) -> Job:
     for name, low in (("eval_every", 0), ("eval_sequences", 1)):
         if getattr(data, name) < low:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(data, name)}: must be at least {low}.")
+    if options.run.trace_step is not None and not 1 <= options.run.trace_step <= options.optimizer.steps:
+        raise ValueError(
+            f"--trace-step {options.run.trace_step}: the run has steps 1 to {options.optimizer.steps}. Name one of them."
+        )
     if not 0 < data.heldout_fraction <= 0.5:
         raise ValueError(f"--heldout-fraction {data.heldout_fraction}: a share above 0, at most 0.5. Use 0.05.")
     corpus = load_corpus(

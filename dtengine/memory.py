@@ -7,9 +7,10 @@ up to 64 only where it starts a block. CUDA's rounds each block up to 512, which
 """
 
 import operator
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ HELD = {  # by name of an input
 }
 MADE: tuple[str, ...] = ("activations", "gathered", "gradients", "temporaries")
 CUDA_ALIGNMENT = 512
+NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,13 @@ class MemoryEstimate:
 
 
 def estimate(
-    graphs: Sequence[fx.Graph], *, alignment: int = 1, microbatches: int = 1, on_host: Collection[str] = ()
+    graphs: Sequence[fx.Graph],
+    *,
+    alignment: int = 1,
+    microbatches: int = 1,
+    on_host: Collection[str] = (),
+    other: "Moment | None" = None,
+    others: Sequence[fx.Graph] = (),
 ) -> MemoryEstimate:
     """Estimate the memory of a step.
 
@@ -86,19 +94,27 @@ def estimate(
         alignment: bytes that an allocation is rounded up to.
         microbatches: batches that the caller holds at once.
         on_host: kinds of inputs (keys of HELD) that lie in host memory.
+        other: the peak of what else runs in it, and ``others`` the graphs of that, for their constants.
 
     Returns:
         What is held, with the peak of the program that needs most.
     """
     held = _held(graphs[-1], alignment, on_host)
     peaks = [max(moments(g, alignment), key=lambda m: sum(m.bytes.values()), default=None) for g in graphs]
-    known = [p for p in peaks if p is not None]
-    constants = sum({one: size for g in graphs for one, size in _constants(g, alignment)}.values())
+    known = [p for p in (*peaks, other) if p is not None]
+    constants = sum({one: size for g in (*graphs, *others) for one, size in _constants(g, alignment)}.values())
     found = replace(held, batch=held.batch * microbatches, constants=constants)
     if not known:
         return found
     peak = max(known, key=lambda m: sum(m.bytes.values()))
     return replace(found, **peak.bytes, where=f"{peak.node.meta.get('of', '?')}: {peak.node.name}")
+
+
+def gathered_bytes(graph: fx.Graph, alignment: int = 1) -> int:
+    """Return the bytes of what a program gives that it allocated itself, such as gathered parameters."""
+    (output,) = graph.find_nodes(op="output")
+    keys = {key_of(n): n for n in output.args[0]}
+    return sum(rounded(n.meta["val"], alignment) for key, n in keys.items() if key[0].op != "placeholder")
 
 
 class Moment(NamedTuple):
@@ -108,14 +124,22 @@ class Moment(NamedTuple):
     bytes: dict[str, int]
 
 
-def moments(graph: fx.Graph, alignment: int = 1) -> Iterator[Moment]:
-    """Yield what is allocated while each node runs, inputs and constants aside."""
+def moments(graph: fx.Graph, alignment: int = 1, owned: Mapping[str, str] = NOTHING) -> Iterator[Moment]:
+    """Yield what is allocated while each node runs, inputs and constants aside.
+
+    Args:
+        graph: of a program.
+        alignment: bytes that an allocation is rounded up to.
+        owned: {input that the program alone holds: its kind}; it counts, up to its last use.
+    """
     # 1. what each node allocates; 2. until when it lives; 3. of which kind it is; 4. walk
     nodes = list(graph.nodes)
     place = {n: i for i, n in enumerate(nodes)}
-    made = {n: _allocated(n, alignment) for n in nodes}
+    made = {n: allocated(n, alignment) for n in nodes}
+    given = [n for n in nodes if n.op == "placeholder" and n.name in owned]
+    made.update((n, {(n, 0): rounded(n.meta["val"], alignment)}) for n in given)
     ends, last = _ends(nodes, place, made)
-    kinds = {key: _kind(key[0], nodes[last[key]]) for n in nodes for key in made[n]}
+    kinds = {key: owned.get(key[0].name) or _kind(key[0], nodes[last[key]]) for n in nodes for key in made[n]}
     for node in nodes:
         if size := _workspace(node):
             key = node, WORKSPACE
@@ -138,13 +162,13 @@ Key = tuple[fx.Node, int]  # the node that allocates, and which of its results
 WORKSPACE = -1
 
 
-def _allocated(node: fx.Node, alignment: int) -> dict[Key, int]:
+def allocated(node: fx.Node, alignment: int) -> dict[Key, int]:
     """Return the bytes of each piece of memory that a node allocates."""
     value = node.meta.get("val")
     if node.op not in ("call_function", "call_method", "call_module") or node.target in (operator.getitem, WAIT):
         return {}
     if isinstance(value, Tensor):
-        return {(node, 0): _rounded(value, alignment)} if root_of(node) is node else {}
+        return {(node, 0): rounded(value, alignment)} if root_of(node) is node else {}
     if not isinstance(value, list | tuple) or alias_of_tuple(node) is not None:
         return {}
     known = {storage_of(v) for n in node.all_input_nodes if isinstance(v := n.meta.get("val"), Tensor)}
@@ -152,11 +176,11 @@ def _allocated(node: fx.Node, alignment: int) -> dict[Key, int]:
     for i, one in enumerate(value):
         if isinstance(one, Tensor) and storage_of(one) not in known:
             known.add(storage_of(one))
-            found[node, i] = _rounded(one, alignment)
+            found[node, i] = rounded(one, alignment)
     return found
 
 
-def _key(node: fx.Node) -> Key:
+def key_of(node: fx.Node) -> Key:
     """Return the piece of memory that a node's value lies in."""
     root = root_of(node)
     while root.target is WAIT:  # gives its operand back
@@ -181,16 +205,18 @@ def _ends(
             ends[key] = place[node]
     for node in nodes:
         for argument in node.all_input_nodes:
-            touched = [_key(argument)] if isinstance(argument.meta.get("val"), Tensor) else list(made.get(argument, ()))
+            touched = (
+                [key_of(argument)] if isinstance(argument.meta.get("val"), Tensor) else list(made.get(argument, ()))
+            )
             for key in touched:
                 ends[key] = max(ends.get(key, 0), place[node])
     last = dict(ends)
     for node in nodes:
         if node.op == "call_function" and is_collective(node):
-            results = list(made[node]) or [_key(node)]
-            waits = [place[u] for u in _waits(node) if _key(u) in results]
+            results = list(made[node]) or [key_of(node)]
+            waits = [place[u] for u in _waits(node) if key_of(u) in results]
             for argument in node.all_input_nodes:
-                key = _key(argument)
+                key = key_of(argument)
                 ends[key] = max([ends.get(key, 0), *waits])
     return ends, last
 
@@ -239,7 +265,7 @@ def _held(graph: fx.Graph, alignment: int, on_host: Collection[str]) -> MemoryEs
         if node.op == "placeholder":
             kind = node.name.partition("_")[0]
             where = "host" if kind in on_host else HELD.get(kind, "batch")
-            found[where] += _rounded(node.meta["val"], alignment)
+            found[where] += rounded(node.meta["val"], alignment)
     return MemoryEstimate(**found)
 
 
@@ -248,10 +274,11 @@ def _constants(graph: fx.Graph, alignment: int) -> Iterator[tuple[int, int]]:
     for node in graph.nodes:
         if node.op == "get_attr":
             held = getattr(graph.owning_module, str(node.target))
-            yield storage_of(held), _rounded(held, alignment)
+            yield storage_of(held), rounded(held, alignment)
 
 
-def _rounded(value: Tensor, alignment: int) -> int:
+def rounded(value: Tensor, alignment: int) -> int:
+    """Return the bytes that an allocator gives for a tensor's memory."""
     return -(-value.untyped_storage().nbytes() // alignment) * alignment
 
 

@@ -144,6 +144,14 @@ class Mesh:
         """Process-group name of all ranks, those of other stages included; None where there is one rank."""
         return self.pipe.everyone if self.pipe else self.groups.get(self.split_axes())
 
+    @property
+    def axes_of_groups(self) -> dict[str, tuple[str, ...]]:
+        """{process-group name: mesh axes}, pp among them."""
+        found = {group: axes for axes, group in self.groups.items()}
+        if self.pipe is not None:
+            found |= {self.pipe.everyone: ("pp", *self.split_axes()), self.pipe.group: ("pp",)}
+        return found
+
     def split_axes(self) -> tuple[str, ...]:
         """The mesh axes with more than one rank."""
         return tuple(name for name, size in self.sizes.items() if size > 1)

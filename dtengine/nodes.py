@@ -88,6 +88,11 @@ def ancestors(
     return found
 
 
+def with_siblings(nodes: set[fx.Node]) -> set[fx.Node]:
+    """Add the other results of operations that have several: what is kept for later are tensors."""
+    return nodes | {user for node in nodes for user in node.users if user.target is operator.getitem}
+
+
 def order_of_changes(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     """Return for each node the earlier ones that it must stay behind though it does not read them: around changes in
     place, whoever touches the same memory keeps its order.

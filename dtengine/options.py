@@ -133,6 +133,9 @@ class ProgramOptions:
     attention and collectives), or every-N (every N-th block in full)."""
     activation_budget: float | None = None
     """Share of their activations that blocks keep, such as 0.6; what is repeated is chosen by bytes and work."""
+    save: Literal["all", "min-cut"] = "all"
+    """What parts keep for their backward where neither of these two says: all that it reads, or the fewest bytes from which
+    cheap operations compute the rest."""
     prefetch: int = 1
     """Groups of blocks whose parameters are gathered ahead of the one that computes (fsdp); 0 overlaps nothing."""
     bucket_mb: float = 25.0
@@ -210,6 +213,8 @@ class RunOptions:
     """Print how every parameter and activation is laid out, and why; then stop."""
     memory_report: bool = True
     """Print what each rank will hold, and measure step 3, which makes that one step slower."""
+    trace_step: int | None = None
+    """Record this step on all ranks into trace-step-N.json of the run's folder, which Perfetto opens; it is a slow one."""
     start_timeout: float = 60.0
     """Seconds for all ranks to arrive; then the start fails and names those that are missing."""
     sample: int = 240

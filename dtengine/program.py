@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from dtengine.mesh import Mesh
 from dtengine.nodes import is_collective
-from dtengine.torch_private import OPERATION, all_gather_flat, schema_of
+from dtengine.torch_private import OPERATION, BoxedCodeGen, all_gather_flat, schema_of
 
 _OPERATIONS = {
     "all_gather_into_tensor_coalesced": "all_gather",
@@ -60,6 +60,18 @@ class Program:
         """Run on local tensors; inputs that the program updates are updated in place."""
         with torch.inference_mode():
             return list(self.graph.forward(*tensors))
+
+    def consume(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Run a program whose graph is ``boxed``, and empty the list: an input is free when its last reader has run."""
+        with torch.inference_mode():
+            return list(self.graph.forward(tensors))
+
+
+def boxed(module: fx.GraphModule) -> fx.GraphModule:
+    """Have a program take its inputs as one list, which it empties."""
+    module.graph.set_codegen(BoxedCodeGen())
+    module.recompile()
+    return module
 
 
 class CudaGraph:
@@ -109,10 +121,7 @@ class CudaGraph:
 
 def collectives_of(graph: fx.Graph, mesh: Mesh) -> list[Collective]:
     """List the collectives of a graph, in the order in which they are issued."""
-    axes_of_group = {group: axes for axes, group in mesh.groups.items()}
-    if mesh.pipe is not None:
-        axes_of_group |= {mesh.pipe.everyone: ("pp", *mesh.split_axes()), mesh.pipe.group: ("pp",)}
-    found = []
+    axes_of_group, found = mesh.axes_of_groups, []
     for node in [inner for n in graph.nodes for inner in n.meta.get("inside", (n,))]:
         if node.op != "call_function" or not is_collective(node):
             continue

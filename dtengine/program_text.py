@@ -90,7 +90,7 @@ class _Writer:
         schema = schema_of(node)
         for i, argument in enumerate(schema.arguments if schema is not None else ()):
             if argument.name == "group_name":
-                axes = {group: axes for axes, group in self.mesh.groups.items()}.get(args[i] if i < len(args) else "")
+                axes = self.mesh.axes_of_groups.get(args[i] if i < len(args) else "")
                 if axes is None:
                     raise Unusable(f"{node.target}: a group that the mesh does not have")
                 args[i] = _Group(axes)
@@ -169,7 +169,7 @@ class _Reader:
         if kind == "tensor":
             return self._tensor(*of)
         if kind == "group":
-            return self.mesh.groups[tuple(of)]
+            return {axes: group for group, axes in self.mesh.axes_of_groups.items()}[tuple(of)]
         if kind == "torch":
             return _TORCH[of]
         if kind == "device":
@@ -201,14 +201,14 @@ class _Reader:
 
 
 def encode(module: fx.GraphModule, mesh: Mesh) -> dict[str, Any]:
-    """Return a program, its constants aside, as something that JSON can hold.
+    """Return a program, its constants aside, as something that JSON can hold; ``module.meta["notes"]`` is kept with it.
 
     Raises:
         Unusable: it calls or holds something that is not on the list.
     """
     writer = _Writer(mesh, {n: i for i, n in enumerate(module.graph.nodes)}, {}, [])
     nodes = [writer.node(node) if node.op != "output" else _output(writer, node) for node in module.graph.nodes]
-    return {"nodes": nodes, "storages": writer.sizes}
+    return {"nodes": nodes, "storages": writer.sizes, "notes": module.meta.get("notes", {})}
 
 
 def _output(writer: _Writer, node: fx.Node) -> list[Any]:
@@ -232,5 +232,6 @@ def decode(
     if not reader.nodes or reader.nodes[-1].op != "output":
         raise Unusable("no output")
     module = fx.GraphModule(root, graph, "program")
+    module.meta["notes"] = stored["notes"]
     graph.lint()
     return module

@@ -78,6 +78,7 @@ class StepConfig:
         eager: run the functions untraced.
         recompute: what blocks compute again in their backward: none, full, selective or every-N.
         activation_budget: share of the activations that blocks keep; None for what ``recompute`` says.
+        save: what other parts keep for their backward: all, or min-cut.
         prefetch: groups of blocks whose parameters are gathered ahead of the one that computes.
         bucket_mb: parameters are gathered, and gradients reduced, by whole parts together until they have this size, in
             units of 2^20 bytes.
@@ -104,6 +105,7 @@ class StepConfig:
     eager: bool = False
     recompute: str = "none"
     activation_budget: float | None = None
+    save: str = "all"
     prefetch: int = 1
     bucket_mb: float = 25.0
     offload: str = "none"

@@ -10,6 +10,7 @@ no accumulation or reduction rescales.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -171,25 +172,27 @@ class Step:
             self.make("accumulate")
         self.make("step")
 
+    def in_a_step(self) -> list[tuple[Program, int]]:
+        """Return the programs of a step, and how often each runs in it; none where nothing is traced."""
+        times = {"accumulate": self.config.microbatches - 1, "step": 1}
+        return [(p, times[n]) for n, p in self.programs.items() if isinstance(p, Program) and n in times]
+
     def collectives(self) -> dict[str, dict[str, int]]:
         """Return {mesh axes: {operation: count}} of one step."""
-        times = {"accumulate": self.config.microbatches - 1, "step": 1}
-        programs = [(p, times[n]) for n, p in self.programs.items() if isinstance(p, Program) and n in times]
-        return count_collectives(programs)
+        return count_collectives(self.in_a_step())
 
     def memory(self) -> MemoryEstimate | None:
         """Estimate what this rank holds at the peak of a step, from its programs; None where they do not show it: where
         nothing is traced, or Inductor made of a part what it thought best."""
-        if self.config.compile:
+        graphs = [program.graph.graph for program, _ in self.in_a_step()]
+        if self.config.compile or not graphs:
             return None
-        programs = [self.programs[name] for name in ("accumulate", "step") if name in self.programs]
-        graphs = [program.graph.graph for program in programs if isinstance(program, Program)]
-        alignment = 1 if self.device.type == "cpu" else CUDA_ALIGNMENT
-        return (
-            estimate(graphs, alignment=alignment, microbatches=self.config.microbatches, on_host=self.on_host)
-            if graphs
-            else None
-        )
+        return estimate(graphs, alignment=self.alignment, microbatches=self.config.microbatches, on_host=self.on_host)
+
+    @property
+    def alignment(self) -> int:
+        """Bytes that the device's allocator rounds up to."""
+        return 1 if self.device.type == "cpu" else CUDA_ALIGNMENT
 
     def measured(
         self, state: State, batches: Sequence[Batch], count: float | None = None
@@ -201,9 +204,12 @@ class Step:
         on_device = [own for name, group in groups.items() if name not in self.on_host for own in group]
         held = [t.to_local() for own in (*on_device, state.buffers) for t in own.values()]
         held += [*self.sums.values(), *(t for batch in batches for t in batch)]
-        programs = [self.programs[name] for name in ("accumulate", "step") if name in self.programs]
-        held += [c for program in programs if isinstance(program, Program) for c in program.graph.buffers()]
+        held += [constant for program, _ in self.in_a_step() for constant in program.graph.buffers()]
         return state, metrics, peak.bytes + bytes_of(held)
+
+    def marked(self) -> AbstractContextManager[Any]:
+        """Mark what a step consists of for a profiler that records it: operators speak for themselves."""
+        return nullcontext()
 
     def record(self, record: Callable[[Recorded], None]) -> None:
         """Run a forward pass on fake tensors and report each value that an operation made."""
@@ -221,6 +227,11 @@ class Step:
     def on_host(self) -> tuple[str, ...]:
         """Groups of a program's inputs that lie in host memory."""
         return {"none": (), "optimizer": ("slots", "master"), "parameters": ("slots", "params")}[self.config.offload]
+
+    @property
+    def facts(self) -> tuple[Any, ...]:
+        """What shapes its programs beside model, plan and options."""
+        return ()
 
     @property
     def effects(self) -> list[Effect]:
@@ -328,7 +339,7 @@ class Step:
 
             self.programs[name] = untraced
             return
-        key, module = self._recall(name, {g: examples[g] for g in groups})
+        key, module = self.recall(name, {g: examples[g] for g in groups}, *self.facts)
         if module is None:
             run = self.executor
             run.begin()
@@ -345,8 +356,16 @@ class Step:
         if self.config.cuda_graphs and name in ("accumulate", "step"):
             self.runs[name] = CudaGraph(program)
 
-    def _recall(self, name: str, examples: Mapping[str, list[Tensor]]) -> tuple[str | None, GraphModule | None]:
-        """Return (key, program from the cache); no program where any rank has none: to trace takes all ranks."""
+    def recall(
+        self, name: str, examples: Mapping[str, list[Tensor]], *facts: Any
+    ) -> tuple[str | None, GraphModule | None]:
+        """Return (key, program from the cache); no program where any rank has none: to trace takes all ranks.
+
+        Args:
+            name: of the program.
+            examples: {group of inputs: tensors of the forms that they have}.
+            facts: what shapes it beside these, the model, the plan and the options.
+        """
         if self.cache is None or dist.get_backend() == "fake":
             return None, None
         parameters, mesh = self.parameters, self.mesh
@@ -362,6 +381,7 @@ class Step:
                     self.microbatch.dropout,
                 ),  # the seed is an input
                 "optimizer": self.updater.optimizer,
+                "facts": facts,
             }
         )
         module = None if key is None else self.cache.load(key, mesh, self.device, self.executor.mode)
@@ -379,7 +399,7 @@ class Step:
     @cached_property
     def saving(self) -> Any:
         """What blocks keep for their backward."""
-        return parse_saving(self.config.recompute, self.config.activation_budget)
+        return parse_saving(self.config.recompute, self.config.activation_budget, self.config.save)
 
     @cached_property
     def executor(self) -> GraphExecutor:
@@ -476,7 +496,7 @@ def make_step(
     if config.reduce_dtype not in ("fp32", "compute"):
         raise ValueError(f"--reduce-dtype {config.reduce_dtype}: use fp32 or compute.")
     loss_scale.check(config.loss_scale, config.loss_scale_window)
-    parse_saving(config.recompute, config.activation_budget)
+    parse_saving(config.recompute, config.activation_budget, config.save)
     if config.cuda_graphs and torch.device(device).type != "cuda":
         raise ValueError(f"--cuda-graphs: ranks run on {torch.device(device).type}. Leave it out, or run on GPUs.")
     specs = model.specs(model_config)

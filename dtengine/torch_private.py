@@ -19,11 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]  # a group by its name; public: none yet
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import make_fx  # joint forward and backward graph; public: torch.export, later
+from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen  # a call that gives its inputs away; public: none yet
 from torch.fx.traceback import annotate, preserve_node_meta
 from torch.utils._python_dispatch import TorchDispatchMode  # sees each operation as it runs; public: none yet
 
 __all__ = [
     "ALL_REDUCE",
+    "BoxedCodeGen",
     "COLLECTIVES",
     "FakeTensorMode",
     "IN_PLACE_ALL_REDUCE",

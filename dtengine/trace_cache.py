@@ -33,7 +33,7 @@ from dtengine.passes import PASSES
 from dtengine.program_text import Unusable, decode, encode
 from dtengine.torch_private import FakeTensorMode
 
-FORMAT = 1  # of entries
+FORMAT = 2  # of entries
 SOURCES = sources_digest(Path(__file__).parent)  # when this was imported: what runs, not what the files become later
 MOST_BYTES, MOST_FILES = 2 << 30, 4096  # beyond either, what was used longest ago goes
 ENTRY = re.compile(r"[0-9a-f]{64}\.(json|safetensors)(\.[0-9.]+\.tmp)?")

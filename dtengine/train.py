@@ -26,9 +26,11 @@ from dtengine.logs import start_logging
 from dtengine.mesh import Mesh, build_mesh, check_world, num_ranks, parse_mesh
 from dtengine.options import TrainOptions, fail, to_json
 from dtengine.passes_report import report_passes
+from dtengine.pipeline.step import PipelineStep
 from dtengine.sample import sample_text
 from dtengine.state import Metrics, State
 from dtengine.step import Step, init_state
+from dtengine.step_trace import traced_step
 from dtengine.torch_private import all_gather_flat, preload
 from dtengine.trace_cache import TraceCache, cache_folder
 from dtengine.watch import Watch
@@ -200,15 +202,24 @@ def steps(job: Job, step: Step, state: State, mesh: Mesh, device: torch.device, 
     memory = memory_of_ranks(step, mesh) if options.run.memory_report else []
     if watch is not None:
         watch.traced(seconds, step, memory)
+    timed, runs = range(start + 3, min(start + 6, last)), []  # after programs have run and memory was measured
     with Loader(read, start) as loader:
         for number in range(start, last):
             began = time.perf_counter()
             batches, waited = loader.next()
             if number == start:
                 check_same_tokens(token_checksum(batches), mesh, setup.plan)
-            if watch is not None and memory and number == start + 2:
+            if number + 1 == options.run.trace_step:
+                with traced_step(job.folder, number + 1, dist.get_rank(), device), step.marked():
+                    state, metrics = step(state, batches, count)
+            elif watch is not None and memory and number == start + 2:
                 state, metrics, measured = step.measured(state, batches, count)
                 watch.measured(number + 1, measured, memory[0]["total"])
+            elif isinstance(step, PipelineStep) and number in timed:
+                state, metrics, seen = step.timed(state, batches, count)
+                runs.append(seen)
+                if watch is not None and number == timed[-1]:
+                    watch.timed(number + 1, step.schedule, runs)
             else:
                 state, metrics = step(state, batches, count)
             loss, norm = stop_if_not_finite(metrics, number, mesh, setup.plan)

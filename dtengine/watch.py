@@ -2,6 +2,7 @@
 
 import math
 import shlex
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -16,6 +17,9 @@ from dtengine.layout import Layout, local_bounds
 from dtengine.model import buffers, parameters
 from dtengine.options import PipelineOptions, ProgramOptions, TrainOptions
 from dtengine.parameters import COMPUTE_DTYPES, has_master
+from dtengine.pipeline.actions import Schedule
+from dtengine.pipeline.simulate import Simulation, simulate
+from dtengine.pipeline.timeline import costs_of
 from dtengine.step import Step
 
 
@@ -129,6 +133,29 @@ class Watch:
         self.progress.note(text)
         self.events.text("memory measured", text)
 
+    def timed(self, step: int, schedule: Schedule, runs: Sequence[Simulation]) -> None:
+        """Show and write what the actions of a pipeline took in some steps, and its bubble beside the simulator's."""
+        costs = costs_of(schedule, runs)
+        table, simulated = costs.per_stage(schedule.num_stages), simulate(schedule, costs)
+        seconds, bubble = (statistics.median(getattr(r, name) for r in runs) for name in ("makespan", "bubble_share"))
+        split = any(table["W"])
+        kinds = {
+            "F": table["F"],
+            **({"I": table["I"], "W": table["W"]} if split else {"B": table["B"]}),
+            "send": table["send"],
+        }
+        means = ", ".join(f"{kind} {1e3 * statistics.fmean(times):.2f}" for kind, times in kinds.items())
+        text = (
+            f"pipeline: {means} ms, mean over stages; all actions {1e3 * seconds:.1f} ms, simulated "
+            f"{1e3 * simulated.makespan:.1f}; bubble {bubble:.1%}, simulated {simulated.bubble_share:.1%}"
+        )
+        self.progress.note(text)
+        lines = [f"| stage | {' | '.join(kinds)} |", "|---" * (1 + len(kinds)) + "|"]
+        for stage in range(schedule.num_stages):
+            lines.append(f"| {stage} | {' | '.join(f'{1e3 * times[stage]:.3f}' for times in kinds.values())} |")
+        self.events.text("pipeline", text + "\n\n" + "\n".join(lines) + "\n\nTimes in ms.")
+        self.events.scalars(step, bubble=bubble, bubble_simulated=simulated.bubble_share)
+
     def evaluated(self, step: int, loss: float) -> None:
         """Show and write a held-out loss."""
         self.heldout = loss
@@ -183,7 +210,11 @@ def prove_options(options: TrainOptions) -> str:
             words += [f"--{name.replace('_', '-')}", str(value)]
     beside: list[tuple[Any, Any, tuple[str, ...]]] = [
         (options.pipeline, PipelineOptions(), ("schedule", "chunks", "stage_layers")),
-        (options.program, ProgramOptions(), ("recompute", "activation_budget", "prefetch", "bucket_mb", "offload")),
+        (
+            options.program,
+            ProgramOptions(),
+            ("recompute", "activation_budget", "save", "prefetch", "bucket_mb", "offload"),
+        ),
     ]
     for chosen, usual, names in beside:
         for name in names:

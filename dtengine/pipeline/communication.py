@@ -73,6 +73,24 @@ def sender(receive: Action) -> Action:
     return Action(receive.stage - NEXT[receive.kind[-1]], f"SEND_{receive.kind[-1]}", receive.microbatch)
 
 
+def acknowledged(lists: Lists, rank_of: Sequence[int], rank: int) -> dict[Action, tuple[Action, ...]]:
+    """Return what a rank learns from what it receives: {receive: its own sends that the other rank has read by then}.
+
+    A rank that sends after it used a message has received that message; backends do not all say when a send is done.
+    """
+    found: dict[Action, tuple[Action, ...]] = {}
+    for other in set(range(len(lists))) - {rank}:
+        read: list[Action] = []
+        for action in lists[other]:
+            if action.kind.startswith("SEND") and rank_of[receiver(action).stage] == rank:
+                found[receiver(action)], read = tuple(read), []
+            elif action.kind in COMPUTE and action.kind != "W":
+                send = sender(action._replace(kind="RECV_F" if action.kind == "F" else "RECV_B"))
+                if 0 <= send.stage < len(rank_of) and rank_of[send.stage] == rank:
+                    read.append(send)
+    return found
+
+
 def check_transfers(lists: Lists, rank_of: Sequence[int]) -> list[Fault]:
     """Return what is wrong with the transfers of lists whose compute actions are right.
 

@@ -1,6 +1,7 @@
 """What goes from stage to stage in a step: sent and received within the pipeline at each place of the stage's mesh."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,15 +23,22 @@ class Messages:
         pipe: this rank's place.
         rank_of: the pipeline rank of each stage.
         num_microbatches: that pass.
+        read: {receive: sends of this rank that have been read when it is here}; what was sent is kept until then.
     """
 
-    def __init__(self, pipe: Pipe, rank_of: Sequence[int], num_microbatches: int) -> None:
+    def __init__(
+        self,
+        pipe: Pipe,
+        rank_of: Sequence[int],
+        num_microbatches: int,
+        read: Mapping[Action, Sequence[Action]] = MappingProxyType({}),
+    ) -> None:
         self.rank, self.pipe = pipe.rank, pipe
-        self.rank_of, self.num_microbatches = rank_of, num_microbatches
+        self.rank_of, self.num_microbatches, self.read = rank_of, num_microbatches, read
         self.here: dict[Action, Tensor] = {}  # by the receive that they are for
         self.coming: dict[Action, tuple[Tensor, Any]] = {}
         self.ready: dict[Action, Tensor] = {}  # by the send that they wait for
-        self.going: list[tuple[Tensor, Any]] = []
+        self.going: dict[Action, tuple[Tensor, Any]] = {}
 
     def give(self, send: Action, value: Tensor, *, later: bool = False) -> None:
         """Hand a result on: to another stage of this rank at once, else to its rank; ``later``: by ``send``."""
@@ -45,10 +53,9 @@ class Messages:
     def send(self, action: Action) -> None:
         """Begin to send what was given."""
         value = self.ready.pop(action).contiguous()
-        self.going = [(t, work) for t, work in self.going if not work.is_completed()]
         if value.numel():
             where = self._where(self.rank, self.rank_of[receiver(action).stage], sends=True)
-            self.going.append((value, dist.isend(value, group=where[0], group_dst=where[1], tag=self._tag(action))))
+            self.going[action] = value, dist.isend(value, group=where[0], group_dst=where[1], tag=self._tag(action))
 
     def expect(self, receive: Action, like: Tensor) -> None:
         """Begin to receive what another rank sends; nothing where it is here or expected already."""
@@ -69,13 +76,16 @@ class Messages:
         value, work = self.coming.pop(receive)
         if work is not None:
             work.wait()
+        for send in self.read.get(receive, ()):
+            if send in self.going:
+                self.going.pop(send)[1].wait()
         return value
 
     def finish(self) -> None:
         """Wait until everything is sent."""
-        for _, work in self.going:
+        for _, work in self.going.values():
             work.wait()
-        self.going = []
+        self.going = {}
 
     def _where(self, source: int, to: int, *, sends: bool) -> tuple[Any, int]:
         """Return the group of a message, and the other rank's number in it: members are in the order of ranks."""

@@ -222,11 +222,40 @@ def simulate(schedule: Schedule, costs: Costs, sizes: Sequence[float] | None = N
                 to = action.stage + {"F": 1, "W": 0}.get(action.kind, -1)
                 if 0 <= to < num_stages and rank_of[to] != rank:
                     transfers.append(Transfer(action, rank, rank_of[to], end, end + table["send"][action.stage]))
-    figures = tuple(_figures(schedule, rank, events[rank], sizes) for rank in range(len(cells)))
+    return _simulation(schedule, events, transfers, sizes, _waits(cells, blocked, ran, num_stages))
+
+
+def observed(schedule: Schedule, events: Sequence[Sequence[Event]]) -> Simulation:
+    """Return the figures of a step that ran.
+
+    Args:
+        schedule: what ran.
+        events: for each rank when its actions did, in order. A transfer lasts from the end of the action that made it to
+            the start of the one that reads it.
+    """
+    makers = {result(e.action): (rank, e) for rank, row in enumerate(events) for e in row}
+    transfers = []
+    for rank, row in enumerate(events):
+        for event in row:
+            for need in inputs(event.action, schedule.num_stages):
+                source, made = makers[need]
+                if source != rank:
+                    transfers.append(Transfer(made.action, source, rank, made.end, event.start))
+    return _simulation(schedule, [list(row) for row in events], transfers, None, None)
+
+
+def _simulation(
+    schedule: Schedule,
+    events: list[list[Event]],
+    transfers: list[Transfer],
+    sizes: Sequence[float] | None,
+    deadlock: tuple[Wait, ...] | None,
+) -> Simulation:
+    """Add all ranks up."""
+    figures = tuple(_figures(schedule, rank, row, sizes) for rank, row in enumerate(events))
     first = min((rank[0].start for rank in events if rank), default=0.0)
     last = max((rank[-1].end for rank in events if rank), default=0.0)
-    waits = _waits(cells, blocked, ran, num_stages)
-    return Simulation(tuple(map(tuple, events)), tuple(transfers), figures, last - first, waits)
+    return Simulation(tuple(map(tuple, events)), tuple(transfers), figures, last - first, deadlock)
 
 
 def _figures(schedule: Schedule, rank: int, events: list[Event], sizes: Sequence[float] | None) -> RankFigures:

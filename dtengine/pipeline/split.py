@@ -8,13 +8,13 @@
 The values that go from one piece to a later one are what the stage saves for a microbatch.
 """
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
-from dtengine.nodes import alias_of, alias_of_tuple, ancestors, is_mutable, order_of_changes, root_of
+from dtengine.nodes import ancestors, is_mutable, order_of_changes, root_of, with_siblings
+from dtengine.torch_private import schema_of
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def split(graph: fx.Graph, forward: Sequence[fx.Node], input_grad: fx.Node | Non
     ends = [] if input_grad is None else [input_grad]
 
     def needed(some: Sequence[fx.Node], known: set[fx.Node]) -> set[fx.Node]:
-        return _with_siblings(ancestors(some, known, lambda node: behind.get(node, ())))
+        return with_siblings(ancestors(some, known, lambda node: behind.get(node, ())))
 
     in_f = needed(forward, set())
     in_i = needed(ends, in_f)
@@ -61,11 +61,6 @@ def split(graph: fx.Graph, forward: Sequence[fx.Node], input_grad: fx.Node | Non
     later = [n for cut in (inner, weight, both) for n in cut.takes]
     first = _cut([n for n in nodes if n in in_f], [*forward, *(n for n in later if n in in_f)])
     return {kind: cut.piece() for kind, cut in zip("FIWB", (first, inner, weight, both), strict=True)}
-
-
-def _with_siblings(nodes: set[fx.Node]) -> set[fx.Node]:
-    """Add the other results of operations that have several: what goes from piece to piece are tensors."""
-    return nodes | {user for node in nodes for user in node.users if user.target is operator.getitem}
 
 
 @dataclass(frozen=True)
@@ -87,7 +82,7 @@ class _Cut:
             if node in env:
                 continue
             if node in self.again and is_mutable(node):  # was changed in place; the memory holds it
-                env[node] = env[alias_of(node)]  # type: ignore[index]
+                env[node] = env[next(a for a in node.all_input_nodes if root_of(a) is root_of(node))]
                 continue
             new = graph.node_copy(node, env.__getitem__)
             root = root_of(node)
@@ -106,8 +101,7 @@ def _cut(nodes: list[fx.Node], gives: Sequence[fx.Node]) -> _Cut:
     def need(node: fx.Node) -> None:
         if node in inside or node in takes or node in again:
             return
-        alias = None if node.op in ("placeholder", "get_attr") else alias_of(node) or alias_of_tuple(node)
-        if node.op == "get_attr" or alias is not None:
+        if node.op == "get_attr" or root_of(node) is not node or _gives_views(node):
             for argument in node.all_input_nodes:
                 need(argument)
             again[node] = None
@@ -121,3 +115,10 @@ def _cut(nodes: list[fx.Node], gives: Sequence[fx.Node]) -> _Cut:
     for node in wanted:  # an input that is handed on
         need(node)
     return _Cut(nodes, again, takes, wanted)
+
+
+def _gives_views(node: fx.Node) -> bool:
+    """Whether a node gives several views of its operand: split, unbind."""
+    schema = schema_of(node)
+    several = isinstance(node.meta.get("val"), list | tuple)
+    return several and schema is not None and schema.returns[0].alias_info is not None

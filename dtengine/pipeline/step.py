@@ -7,6 +7,7 @@ them and updates, as in any other step.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -16,18 +17,23 @@ from torch import Tensor
 
 from dtengine.data import Batch
 from dtengine.executors import EagerExecutor
+from dtengine.memory import MemoryEstimate, estimate, gathered_bytes
 from dtengine.mesh import Pipe
 from dtengine.microbatch import Order, make_order
 from dtengine.parameters import Parameters
 from dtengine.pipeline.actions import COMPUTE, Action, Schedule
-from dtengine.pipeline.communication import transfers
+from dtengine.pipeline.communication import acknowledged, transfers
+from dtengine.pipeline.holdings import peak_of_actions
 from dtengine.pipeline.messages import Messages
 from dtengine.pipeline.partition import cut
-from dtengine.pipeline.stage import Stage, StagePrograms, trace_stage
+from dtengine.pipeline.simulate import Simulation
+from dtengine.pipeline.stage import Stage, StagePrograms, piece_name, recall_stage, trace_stage
+from dtengine.pipeline.stream import Stream, stream_of
 from dtengine.pipeline.sums import Sums
-from dtengine.program import Program, check_collectives, collectives_of, count_collectives
+from dtengine.pipeline.timeline import Timeline, gather_times
+from dtengine.program import Program, check_collectives, collectives_of
 from dtengine.shard import redistribute
-from dtengine.state import State
+from dtengine.state import Metrics, State
 from dtengine.step import Step
 from dtengine.torch_private import all_reduce
 from dtengine.update import unscale
@@ -50,7 +56,8 @@ class PipelineStep(Step):
     totals: Sums
     traced: dict[int, StagePrograms] = field(default_factory=dict)  # by number of the stage
     forwards: dict[tuple[int, tuple[int, ...]], Program] = field(default_factory=dict)  # of evaluation
-    streams: dict[tuple[int, ...], Tensor] = field(default_factory=dict)  # {shape of tokens: form of x}
+    streams: dict[tuple[int, ...], Stream] = field(default_factory=dict)  # {shape of tokens: form of x}
+    timeline: Timeline | None = None  # of the step that runs
 
     @property
     def parameters(self) -> Parameters:
@@ -64,9 +71,19 @@ class PipelineStep(Step):
         return self.mesh.pipe
 
     @cached_property
+    def lists(self) -> tuple[tuple[Action, ...], ...]:
+        """What each rank computes, sends and receives in a step, in order."""
+        return transfers(self.schedule)
+
+    @property
     def todo(self) -> tuple[Action, ...]:
-        """What this rank computes, sends and receives in a step, in order."""
-        return transfers(self.schedule)[self.pipe.rank]
+        """What this rank does."""
+        return self.lists[self.pipe.rank]
+
+    @cached_property
+    def read(self) -> dict[Action, tuple[Action, ...]]:
+        """What of its own this rank knows to have been read when it receives something."""
+        return acknowledged(self.lists, self.schedule.rank_of, self.pipe.rank)
 
     # --- what a caller does ---------------------------------------------------------------------------------------
 
@@ -74,13 +91,9 @@ class PipelineStep(Step):
         """See Step."""
         if "step" in self.programs:
             return
-        batch = Batch(*self.examples()["batch"])
         for stage in self.stages if not self.config.eager else ():
-            kinds = {a.kind for a in self.todo if a.stage == stage.number}
-            stream = self._stream(batch)
-            self.traced[stage.number] = trace_stage(
-                stage, self.executor, self.totals, batch, stream, kinds, self._sum_of
-            )
+            self.traced[stage.number] = self._programs_of(stage)
+            check_collectives([piece.program for piece in self.traced[stage.number].pieces.values()], self.mesh)
         if self._gathers:
             self.make("gather")
         self.totals.place_rest()
@@ -99,7 +112,7 @@ class PipelineStep(Step):
         for stage, k in sorted(every, key=lambda one: (one[0].number + one[1], one[1])):
             receive, batch = Action(stage.number, "RECV_F", k), batches[k]
             if not stage.first:
-                messages.expect(receive, self._stream(batch))
+                messages.expect(receive, self._stream(batch).message)
             x = [] if stage.first else [messages.take(receive)]
             held = [*(whole[n] for n in stage.names), *(running[n] for n in stage.buffers)]
             found = self._evaluator(stage, batch)(*held, *x, *batch)
@@ -111,16 +124,62 @@ class PipelineStep(Step):
         total = all_reduce(self.over_data(total).clone(), "sum", self.pipe.group)
         return (total[0] / total[1]).item(), total[1].item()
 
-    def collectives(self) -> dict[str, dict[str, int]]:
-        """See Step; messages between stages are not among them."""
-        times = Counter((a.stage, a.kind) for a in self.todo)
-        programs = [(p, times[n, kind]) for n, made in self.traced.items() for kind, p in made.programs.items()]
-        programs += [(p, 1) for n in ("gather", "step") if isinstance(p := self.programs.get(n), Program)]
-        return count_collectives(programs)
+    @property
+    def facts(self) -> tuple[Any, ...]:
+        """See Step."""
+        stages = [(s.microbatch.order, s.first, s.last, s.after, s.before) for s in self.stages]
+        totals = (dict(self.totals.uses), self.totals.shared, self.totals.microbatch.reduce_dtype)
+        return self.pipe.rank, self.pipe.size, stages, totals, self.updater.buckets
 
-    def memory(self) -> None:
-        """What a rank holds is not estimated for pipelines yet."""
-        return
+    def in_a_step(self) -> list[tuple[Program, int]]:
+        """See Step; messages between stages are no programs."""
+        times = Counter((a.stage, a.kind) for a in self.todo)
+        pieces = [(p.program, times[n, kind]) for n, made in self.traced.items() for kind, p in made.pieces.items()]
+        rest = [self.programs.get(name) for name in ("gather", "step")]
+        return pieces + [(program, 1) for program in rest if isinstance(program, Program)]
+
+    def memory(self) -> MemoryEstimate | None:
+        """See Step."""
+        if self.config.compile or not self.traced:
+            return None
+        message = self._stream(self._batch()).message
+        transfers = {(a.stage, a.kind): message for a in self.todo if a.kind not in COMPUTE}
+        ends = [self.programs[name] for name in ("gather", "step") if name in self.programs]
+        graphs = [program.graph.graph for program in ends if isinstance(program, Program)]
+        gathered = gathered_bytes(graphs[0], self.alignment) if self._gathers else 0
+        peak = peak_of_actions(
+            self.todo,
+            _soon,
+            self.read,
+            {s.number: s for s in self.stages},
+            self.traced,
+            transfers,
+            gathered,
+            self.alignment,
+        )
+        others = [piece.program.graph.graph for made in self.traced.values() for piece in made.pieces.values()]
+        return estimate(
+            graphs, alignment=self.alignment, microbatches=self.config.microbatches, on_host=self.on_host, other=peak,
+            others=others,
+        )  # fmt: skip
+
+    def timed(
+        self, state: State, batches: Sequence[Batch], count: float | None = None
+    ) -> tuple[State, Metrics, Simulation]:
+        """Run one step and note when each action of the ranks at this place of their stages ran."""
+        self.prepare()
+        with self.marked() as timeline:
+            state, metrics = self(state, batches, count)
+        return state, metrics, gather_times(timeline, self.schedule, self.pipe, self.device)
+
+    @contextmanager
+    def marked(self) -> Iterator[Timeline]:
+        """Note when actions run, and mark them for a profiler."""
+        self.timeline = Timeline(self.device)
+        try:
+            yield self.timeline
+        finally:
+            self.timeline = None
 
     # --- a step ---------------------------------------------------------------------------------------------------
 
@@ -133,31 +192,36 @@ class PipelineStep(Step):
         seed = inverse * scale[0][0] if scale else inverse
         running = dict(zip(self.parameters.buffers, held, strict=True))
         whole, stages = self._whole(state), {stage.number: stage for stage in self.stages}
-        messages = Messages(self.pipe, self.schedule.rank_of, self.schedule.num_microbatches)
-        live: dict[tuple[int, int], Any] = {}
+        messages = Messages(self.pipe, self.schedule.rank_of, self.schedule.num_microbatches, self.read)
+        message, timeline = self._stream(batches[0]).message, self.timeline
+        live: dict[tuple[int, int], dict[str, Any]] = {}
         for place, action in enumerate(self.todo):
             for receive in _soon(self.todo, place):
-                messages.expect(receive, self._stream(batches[0]))
+                messages.expect(receive, message)
             if action.kind not in COMPUTE:
                 if action.kind.startswith("SEND"):
                     messages.send(action)
                 continue
             number, kind, k = action
-            stage = stages[number]
-            if kind == "F":
-                x = None if stage.first else messages.take(Action(number, "RECV_F", k))
-                result, live[number, k] = self._run_forward(stage, whole, running, x, batches[k], key)
-                if stage.last:
-                    loss = loss + result
+            stage, given = stages[number], {}
+            if kind == "F" and not stage.first:
+                given["x"] = messages.take(Action(number, "RECV_F", k))
+            elif kind in "IB":
+                given["grad"] = seed if stage.last else messages.take(Action(number, "RECV_B", k))
+            with timeline.running(action) if timeline else nullcontext():
+                if kind == "F":
+                    value, live[number, k] = self._run_forward(stage, whole, running, given, batches[k], key)
                 else:
-                    messages.give(Action(number, "SEND_F", k), result, later=True)
-                continue
-            grad = None if kind == "W" else seed if stage.last else messages.take(Action(number, "RECV_B", k))
-            of_x = self._run_backward(stage, kind, whole, live[number, k], grad)
-            if kind != "I":
+                    value = self._run_backward(stage, kind, whole, live[number, k], given)
+            if kind in "BW":
                 del live[number, k]
-            if of_x is not None:
-                messages.give(Action(number, "SEND_B", k), of_x, later=True)
+            if value is None:
+                continue
+            if kind == "F" and stage.last:
+                loss = loss + value
+            else:
+                messages.give(Action(number, f"SEND_{'F' if kind == 'F' else 'B'}", k), value, later=True)
+            del value
         messages.finish()
         return params, held, list(running.values()), loss, scalars, scale
 
@@ -179,44 +243,52 @@ class PipelineStep(Step):
         stage: Stage,
         whole: Mapping[str, Tensor],
         running: dict[str, Tensor],
-        x: Tensor | None,
+        given: dict[str, Any],
         batch: Batch,
         key: Tensor,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Run a stage's forward; returns its result, and what its backward takes."""
+        """Run a stage's forward on what came from the stage before; returns its result, and what its backward takes."""
         held = [running[n] for n in stage.buffers]
         if self.config.eager:
-            result, latest, live = stage.forward(self._eagerly, whole, held, x, batch, key)
+            stream = self._stream(batch)
+            result, latest, live = stage.forward(self._eagerly, whole, held, given.pop("x", None), batch, key, stream)
             running.update(latest)
-            return result, {"live": live}
+            return result, {"live": live, "stream": stream}
         made = self.traced[stage.number]
-        values = {f"whole_{i}": whole[n] for i, n in enumerate(stage.names)}
-        values |= {f"running_{i}": one for i, one in enumerate(held)} | {f"batch_{i}": b for i, b in enumerate(batch)}
-        values |= {"key": key} if x is None else {"key": key, "x": x}
-        values |= made.run("F", values)
-        running.update((n, values[latest]) for n, latest in zip(stage.buffers, made.latest, strict=True))
-        return values[made.result], {n: values[n] for n in made.saved if n in values}
+        stays = {f"whole_{i}": whole[n] for i, n in enumerate(stage.names)}
+        stays |= {f"running_{i}": one for i, one in enumerate(held)} | {f"batch_{i}": b for i, b in enumerate(batch)}
+        stays["key"] = key
+        kept = {n: given[n] for n in given if n in made.saved}
+        found = made.run("F", given, stays)
+        running.update((n, found[latest]) for n, latest in zip(stage.buffers, made.latest, strict=True))
+        return found[made.result], {n: one for n, one in (stays | kept | found).items() if n in made.saved}
 
     def _run_backward(
-        self, stage: Stage, kind: str, whole: Mapping[str, Tensor], live: dict[str, Any], grad: Tensor | None
+        self, stage: Stage, kind: str, whole: Mapping[str, Tensor], live: dict[str, Any], given: dict[str, Tensor]
     ) -> Tensor | None:
         """Run a stage's input gradient, weight gradients or both; returns the gradient that goes to the stage before.
 
-        Where it runs I, ``live`` becomes what W takes.
+        Args:
+            stage: which.
+            kind: I, W or B.
+            whole: {name: parameter as it is used}.
+            live: what its forward kept; where it runs I, what W takes afterwards.
+            given: {"grad": gradient of its output}, used up; nothing for W.
         """
         if self.config.eager:  # its input gradient does all
-            if grad is None:
+            if not given:
                 return None
-            of_x, _ = stage.backward(self._eagerly, whole, live["live"], grad, self.totals, self._sum_of)
+            of_x, _ = stage.backward(
+                self._eagerly, whole, live["live"], given.pop("grad"), self.totals, self._sum_of, live["stream"]
+            )
             return of_x
         made = self.traced[stage.number]
         flats = {f"buffer_{i}": flat for i, flat in self.sums.items()}
-        given = made.run(kind, live | flats if grad is None else live | flats | {"grad": grad})
-        if kind == "I":
-            known = live | given | {"grad": grad}
-            live.clear()
-            live.update((n, known[n]) for n in made.pieces["W"].inputs if n in known)
-        return given[made.input_grad] if kind != "W" and made.input_grad else None
+        live |= given
+        given.clear()
+        found = made.run(kind, live, flats)
+        live.update((n, one) for n, one in found.items() if n in made.later(kind))
+        return found[made.input_grad] if kind != "W" and made.input_grad else None
 
     @cached_property
     def _eagerly(self) -> EagerExecutor:
@@ -251,30 +323,54 @@ class PipelineStep(Step):
     def _evaluator(self, stage: Stage, batch: Batch) -> Any:
         """Return what runs a stage on held-out rows of this shape; see ``Stage.evaluate``."""
         if self.config.eager:
-            return lambda *tensors: stage.evaluate(self._eagerly, tensors)
-        shape = (stage.number, tuple(batch.tokens.shape))
+            return lambda *tensors: stage.evaluate(self._eagerly, tensors, self._stream(batch))
+        shape, stream = (stage.number, tuple(batch.tokens.shape)), self._stream(batch)
         if shape not in self.forwards:
             run = self.executor
             run.begin()
-            examples = [*stage.examples(), *([] if stage.first else [self._stream(batch)]), *batch]
+            x = [] if stage.first else [stage.enters(stream).message]
+            examples = [*stage.examples(), *x, *batch]
             nodes = [run.placeholder(f"input_{i}", t) for i, t in enumerate(examples)]
             name = f"evaluate stage {stage.number}"
-            module = run.end(name, stage.evaluate(run, nodes))
+            module = run.end(name, stage.evaluate(run, nodes, stream))
             self.forwards[shape] = Program(name, module, tuple(collectives_of(module.graph, self.mesh)))
             check_collectives([self.forwards[shape]], self.mesh)
         return self.forwards[shape]
 
-    def _stream(self, batch: Batch) -> Tensor:
-        """Return a tensor as x is between stages, for a batch of this shape; learnt from the embedding."""
+    def _programs_of(self, stage: Stage) -> StagePrograms:
+        """Return a stage's programs, from the cache where all its pieces are there on all ranks."""
+        kinds = sorted({a.kind for a in self.todo if a.stage == stage.number and a.kind in COMPUTE})
+        batch = self._batch()
+        stream = self._stream(batch)
+        forms = {"stage": stage.examples(), "batch": list(batch), "x": [stream.like]}
+        facts = (*self.facts, stage.number, kinds, stream.pieces, stream.index)
+        entries = {kind: self.recall(piece_name(kind, stage), forms, *facts) for kind in kinds}
+        modules = {kind: module for kind, (_, module) in entries.items() if module is not None}
+        if len(modules) == len(kinds):
+            return recall_stage(stage, self.totals, modules)
+        made = trace_stage(stage, self.executor, self.totals, batch, stream, kinds, self._sum_of)
+        for kind, (key, _) in entries.items():
+            if self.cache is not None and key is not None:
+                self.cache.save(key, made.pieces[kind].program.graph, self.mesh)
+        return made
+
+    def _batch(self) -> Batch:
+        """Return a microbatch of the shapes that the step is for."""
+        return Batch(*self.examples()["batch"])
+
+    def _stream(self, batch: Batch) -> Stream:
+        """Return the form of x between stages, for a batch of this shape; learnt from the embedding."""
         shape = tuple(batch.tokens.shape)
         if shape not in self.streams:
             mode, embed = self.executor.mode, self.microbatch.order.parts[0]
-            alone = replace(self.microbatch, order=_order([embed]))
-            tensors = [*Stage(0, alone, first=True, last=False).examples(), *batch]
+            alone = Stage(0, replace(self.microbatch, order=_order([embed])), first=True, last=True)
+            tensors, none = [*alone.examples(), *batch], Stream(torch.empty(0))
             with mode, torch.no_grad():
                 run = EagerExecutor(self.functions, self.saving)
-                x, *_ = Stage(0, alone, first=True, last=False).evaluate(run, [mode.from_tensor(t) for t in tensors])
-            self.streams[shape] = torch.empty(x.shape, dtype=x.dtype, device=self.device)
+                x, *_ = alone.evaluate(run, [mode.from_tensor(t) for t in tensors], none)
+            placements, _ = self.functions.streams[shape]
+            like = torch.empty(x.shape, dtype=x.dtype, device=self.device)
+            self.streams[shape] = stream_of(like, placements, self.mesh)
         return self.streams[shape]
 
 
@@ -317,7 +413,10 @@ def cut_into_stages(step: Step, schedule: Schedule, layers: Sequence[int]) -> Pi
             parts.append(replace(part, own=tuple(n for n in part.names if n not in seen)))
             seen.update(part.names)
         one = replace(step.microbatch, order=_order(parts))
-        stages.append(Stage(number, one, first=number == 0, last=number == len(layers) - 1))
+        first, last = number == 0, number == len(layers) - 1
+        after = not first and schedule.rank_of[number - 1] == pipe.rank
+        before = not last and schedule.rank_of[number + 1] == pipe.rank
+        stages.append(Stage(number, one, first, last, after, before))
     buffers = {n for stage in stages for n in stage.buffers}
     own = replace(
         whole,
@@ -335,6 +434,7 @@ def cut_into_stages(step: Step, schedule: Schedule, layers: Sequence[int]) -> Pi
         replace(step.updater, parameters=own, buckets=buckets),
         step.config,
         step.rate,
+        cache=step.cache,
         stages=tuple(stages),
         schedule=schedule,
         totals=Sums(own, step.microbatch, uses, shared),

@@ -100,7 +100,13 @@ def test_files_are_named_by_digests_and_hold_no_pickle(traced, cache):
     assert {n.partition(".")[2] for n in names} == {"json", "safetensors"}
     assert cache.folder.stat().st_mode & 0o777 == 0o700
     head, body = (cache.folder / f"{KEY}.json").read_text().split("\n")
-    assert json.loads(head)["key"] == KEY and set(json.loads(body)) == {"nodes", "storages", "constants", "names"}
+    assert json.loads(head)["key"] == KEY and set(json.loads(body)) == {
+        "nodes",
+        "storages",
+        "constants",
+        "names",
+        "notes",
+    }
 
 
 def test_groups_are_stored_by_their_axes(traced):

@@ -51,9 +51,12 @@ LEVELS = {
     "pipeline.partition": 0,
     "pipeline.split": 2,
     "pipeline.messages": 3,
+    "pipeline.stream": 3,
+    "pipeline.timeline": 4,
     "pipeline.sums": 10,
     "pipeline.stage": 11,
-    "pipeline.step": 12,
+    "pipeline.holdings": 12,
+    "pipeline.step": 13,
     "schedule_report": 15,
     "schedule": 16,
     # one subject each
@@ -63,6 +66,7 @@ LEVELS = {
     "mesh": 1,
     "rates": 1,
     "screens": 1,
+    "step_trace": 1,
     # tensors on a mesh, and what a run shows
     "data": 2,
     "monitor": 2,
@@ -92,18 +96,18 @@ LEVELS = {
     "microbatch": 9,
     "step": 10,
     "checkpoint": 11,
-    "config": 13,
+    "config": 14,
     # what is done with a resolved run
-    "explain": 14,
-    "job": 14,
-    "sample": 14,
-    "passes_report": 15,
-    "watch": 15,
+    "explain": 15,
+    "job": 15,
+    "sample": 15,
+    "passes_report": 16,
+    "watch": 16,
     # commands
-    "train": 16,
-    "verify": 16,
+    "train": 17,
+    "verify": 17,
     # the public interface
-    "__init__": 17,
+    "__init__": 18,
 }
 
 # Calls that unpickle what comes from a file or from another rank.

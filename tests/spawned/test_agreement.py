@@ -39,6 +39,8 @@ def compare_tokens(rank: int, mesh_text: str, checksums: list[int]) -> str:
         ("2x2", [5, 5, 9, 9], ""),
         ("2x2", [5, 5, 9, 8], "rank 3 differs from rank 2"),
         ("rep=2,dp=1,tp=2", [5, 4, 9, 9], "rank 1 differs from rank 0"),
+        ("2x2x1", [5, 9, 5, 9], ""),  # the first stage reads tokens, the last one labels
+        ("2x2x1", [5, 9, 5, 8], "rank 3 differs from rank 1"),
         ("1x4", [5, 6, 5, 7], "rank 1 differs from rank 0, rank 3 differs from rank 0"),
     ],
 )

@@ -13,17 +13,27 @@ from dtengine.config import resolve
 from dtengine.data import Batch
 from dtengine.memory import MemoryEstimate, moments
 from dtengine.mesh import build_mesh
-from dtengine.options import BatchOptions, MeshOptions, ModelOptions, OptimizerOptions, ProgramOptions, StepOptions
+from dtengine.options import (
+    BatchOptions,
+    MeshOptions,
+    ModelOptions,
+    OptimizerOptions,
+    PipelineOptions,
+    ProgramOptions,
+    StepOptions,
+)
 from dtengine.program import Program
 from dtengine.step import Step, init_state
 
 SIZES = ModelOptions(layers=4, embed=256, heads=4, seq=128, vocab=256)
 
 
-def step_of(mesh: MeshOptions, program: ProgramOptions, model: ModelOptions = SIZES, passes: int = 1) -> Step:
+def step_of(
+    mesh: MeshOptions, program: ProgramOptions, model: ModelOptions = SIZES, passes: int = 1, schedule: str = "1f1b"
+) -> Step:
     """Return a step of 8 sequences."""
-    batch = BatchOptions(global_batch=8, microbatches=passes)
-    setup = resolve(StepOptions(mesh, model, batch, OptimizerOptions(optimizer="adamw"), program))
+    batch, pipeline = BatchOptions(global_batch=8, microbatches=passes), PipelineOptions(schedule=schedule)
+    setup = resolve(StepOptions(mesh, model, batch, OptimizerOptions(optimizer="adamw"), program, pipeline))
     bound = build_mesh(setup.plan.sizes, torch.device("cpu"))
     optimizer = setup.optimizer(OptimizerOptions())
     return setup.bind(bound, optimizer, lambda _: 1e-3)
@@ -38,13 +48,13 @@ def batches_of(step: Step) -> list[Batch]:
 
 
 def run_measured(
-    rank: int, mesh: MeshOptions, program: ProgramOptions, passes: int = 1
+    rank: int, mesh: MeshOptions, program: ProgramOptions, passes: int = 1, schedule: str = "1f1b"
 ) -> tuple[int, MemoryEstimate, int]:
     """Return (measured bytes, estimate, resident bytes counted from storages) of a step.
 
     The smallest of three: what a busy machine lets gloo's threads free late adds to a measurement, and nothing subtracts.
     """
-    step = step_of(mesh, program, passes=passes)
+    step = step_of(mesh, program, passes=passes, schedule=schedule)
     state, batches = init_state(step), batches_of(step)
     state, _ = step(state, batches)
     measured = []
@@ -53,9 +63,8 @@ def run_measured(
         measured.append(most)
     estimate = step.memory()
     assert estimate is not None
-    held = [p.to_local() for p in state.params.values()] + [
-        s.to_local() for d in state.slots.values() for s in d.values()
-    ]
+    groups = [state.params, state.master, *state.slots.values()]
+    held = [tensor.to_local() for group in groups for tensor in group.values()]
     return min(measured), estimate, sum(t.nbytes for t in held)
 
 
@@ -80,6 +89,30 @@ def test_estimate_is_what_is_measured(pool: Pool, mesh: str, plan: str, program:
     options = MeshOptions(mesh=mesh, plan=plan)  # type: ignore[arg-type]
     for measured, estimate, held in pool.run(2, run_measured, options, program, passes):
         print(f"{mesh} {plan}: measured {measured}, estimated {estimate.total}, {measured / estimate.total:.4f}")
+        assert 0.95 < measured / estimate.total < 1.05, (estimate, measured)
+        assert estimate.parameters + estimate.optimizer == held
+
+
+@pytest.mark.parametrize(
+    ("mesh", "plan", "program", "schedule"),
+    [
+        ("pp=2", "ddp", ProgramOptions(), "1f1b"),
+        ("pp=2", "ddp", ProgramOptions(save="min-cut"), "zb-h1"),
+        ("pp=2", "zero1", ProgramOptions(precision="bf16", recompute="full"), "zbv"),
+        ("pp=2", "ddp", ProgramOptions(), "gpipe"),
+        ("pp=2,dp=2", "fsdp", ProgramOptions(), "interleaved"),
+        ("pp=2,tp=2", "ddp", ProgramOptions(), "dualpipev"),
+    ],
+    ids=lambda x: x.recompute + x.precision + x.save if isinstance(x, ProgramOptions) else str(x),
+)
+def test_estimate_of_a_pipeline(pool: Pool, mesh: str, plan: str, program: ProgramOptions, schedule: str) -> None:
+    """The same for the ranks of stages, whose peak is read off the schedule's actions."""
+    options = MeshOptions(mesh=mesh, plan=plan)  # type: ignore[arg-type]
+    ranks = 4 if "," in mesh else 2
+    for measured, estimate, held in pool.run(ranks, run_measured, options, program, 4, schedule):
+        print(
+            f"{mesh} {plan} {schedule}: measured {measured}, estimated {estimate.total}, {measured / estimate.total:.4f}"
+        )
         assert 0.95 < measured / estimate.total < 1.05, (estimate, measured)
         assert estimate.parameters + estimate.optimizer == held
 

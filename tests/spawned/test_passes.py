@@ -134,6 +134,8 @@ MODES: tuple[dict[str, Any], ...] = (
     {"recompute": "every-2"},
     {"activation_budget": 0.6},
     {"activation_budget": 0.1},
+    {"save": "min-cut"},
+    {"recompute": "every-2", "save": "min-cut"},
 )
 
 
@@ -156,10 +158,11 @@ def test_c08_recompute_is_bit_neutral(pool: Pool, of: dict[str, Any], mesh: str)
     options = case(of, mesh, **{**FP32, "microbatches": 1}, dropout=0.1, layers=4, bucket_mb=0.0)
     for answer in pool.run(num_ranks_of(options), run_recompute, options):
         assert all(same for same, _ in answer)
-        none, selective, full, every, some, little = (activations for _, activations in answer)
+        none, selective, full, every, some, little, cut, both = (activations for _, activations in answer)
         assert full < selective < none
         assert full < every < none
         assert little <= some < none
+        assert full < both < cut < none
 
 
 # --- overlap --------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,11 +28,16 @@ from test_equivalence import (
     step_of,
 )
 
+from benchmarks.peers import Llama
 from dtengine import checkpoint
 from dtengine.layout import PLANS
+from dtengine.memory import bytes_of, key_of
 from dtengine.mesh import build_mesh
 from dtengine.optim import sgd
 from dtengine.options import BatchOptions, MeshOptions, ModelOptions, PipelineOptions
+from dtengine.pipeline.actions import Action, result
+from dtengine.pipeline.communication import receiver
+from dtengine.pipeline.messages import Messages
 from dtengine.pipeline.schedules import FIXED_CHUNKS, SCHEDULES, make
 from dtengine.pipeline.step import PipelineStep
 from dtengine.step import init_state
@@ -170,8 +176,8 @@ def test_a_group_for_each_direction_gives_the_same_bits(pool: Pool) -> None:
 def run_recompute(rank: int, options: VerifyOptions) -> list[list[torch.Tensor]]:
     """Parameters after two steps with each way to recompute."""
     found = []
-    for recompute in ("none", "full", "selective"):
-        one = replace(options, program=replace(options.program, recompute=recompute))
+    for recompute, save in (("none", "all"), ("full", "all"), ("selective", "all"), ("none", "min-cut")):
+        one = replace(options, program=replace(options.program, recompute=recompute, save=save))
         setup, mesh, step = step_of(one)
         state = init_state(step)
         for _ in range(2):
@@ -186,6 +192,132 @@ def test_c08_recompute_is_bit_neutral(pool: Pool, name: str) -> None:
     options = case(G, "pp=2", layers=4, microbatches=3, dropout=0.1, schedule=name)
     for none, *others in pool.run(2, run_recompute, options):
         assert all(torch.equal(a, b) for other in others for a, b in zip(none, other, strict=True))
+
+
+def run_saved(rank: int, options: VerifyOptions) -> int:
+    """Bytes that a stage keeps of a microbatch for its backward."""
+    step = step_of(options)[2]
+    assert isinstance(step, PipelineStep)
+    step.prepare()
+    (made,) = step.traced.values()
+    (output,) = made.pieces["F"].program.graph.graph.find_nodes(op="output")
+    nodes = [n for name, n in zip(made.pieces["F"].gives, output.args[0], strict=True) if name in made.saved]
+    held = {key_of(n)[0]: n.meta["val"].untyped_storage().nbytes() for n in nodes}
+    return sum(size for root, size in held.items() if root.op != "placeholder" or root.name == "x")
+
+
+@pytest.mark.parametrize(("save", "share"), [("all", 1.0), ("min-cut", 0.6)])
+def test_min_cut_saves_little(pool: Pool, save: str, share: float) -> None:
+    """``--save min-cut`` keeps at most 0.6 of the bytes that eager autograd keeps of a plain module, in both stages."""
+    options = case(L, "pp=2", layers=4, microbatches=2, global_batch=4, save=save, precision="fp32", seq=64, embed=64,
+                   heads=4, kv_heads=4, head_dim=16, mlp=172, vocab=64, dropout=0.0)  # fmt: skip
+    mine = sum(pool.run(2, run_saved, options))
+    config = setup_of(options).model_config
+    plain, tokens, kept = Llama(config), torch.randint(0, 64, (2, 64)), []
+    known = {t.untyped_storage().data_ptr() for t in (*plain.parameters(), *plain.buffers(), tokens)}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in known:
+            kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        torch.nn.functional.cross_entropy(plain(tokens).flatten(0, 1), tokens.flatten())
+    print(f"{save}: {mine} bytes, eager {bytes_of(kept)}: {mine / bytes_of(kept):.3f}")
+    assert 0 < mine <= share * bytes_of(kept)
+
+
+def run_overflow(rank: int, options: VerifyOptions) -> tuple[list[float], list[float], bool]:
+    """Inf in one gradient of the second stage in the first of two steps: (scales, finite, whether the first one changed
+    a parameter)."""
+    setup, mesh, step = step_of(options)
+    state, batches = init_state(step), batches_of(setup, mesh, options.check)
+    step.prepare()
+    update = step.programs["step"]
+
+    def with_inf(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        if rank == 1:
+            with torch.inference_mode():
+                next(flat for flat in step.sums.values() if flat.numel())[0] = float("inf")
+        return update(*tensors)
+
+    before = [p.to_local().clone() for p in state.params.values()]
+    step.programs["step"] = with_inf
+    state, first = step(state, batches, 100.0)
+    changed = any(not torch.equal(a, b.to_local()) for a, b in zip(before, state.params.values(), strict=True))
+    assert state.scale is not None
+    scales = [state.scale[0].item()]
+    step.programs["step"] = update
+    state, second = step(state, batches, 100.0)
+    assert state.scale is not None
+    return [*scales, state.scale[0].item()], [first.finite.item(), second.finite.item()], changed
+
+
+def test_c36_an_overflow_in_one_stage_is_skipped_by_all(pool: Pool) -> None:
+    """C36: all stages skip the step and halve the loss scale."""
+    options = case(G, "pp=2", layers=2, microbatches=2, precision="fp16", loss_scale=1024.0)
+    for answer in pool.run(2, run_overflow, options):
+        assert answer == ([512.0, 512.0], [0.0, 1.0], False)
+
+
+def run_activations(rank: int, options: VerifyOptions) -> int:
+    """Bytes of activations at the peak of a step."""
+    step = step_of(options)[2]
+    step.prepare()
+    memory = step.memory()
+    assert memory is not None
+    return memory.activations
+
+
+def test_c31_bytes_do_not_grow_with_microbatches(pool: Pool) -> None:
+    """C31: with 1f1b the bytes of activations are the same for 8 microbatches and for 32; with gpipe they are not."""
+    found = {}
+    for schedule, microbatches in itertools.product(("1f1b", "gpipe"), (8, 32)):
+        options = case(G, "pp=4", layers=4, microbatches=microbatches, global_batch=microbatches, schedule=schedule)
+        found[schedule, microbatches] = pool.run(4, run_activations, options)
+    assert found["1f1b", 8] == found["1f1b", 32]
+    assert all(more > 3 * few for few, more in zip(found["gpipe", 8], found["gpipe", 32], strict=True))
+
+
+def run_overlap(rank: int, options: VerifyOptions) -> list[tuple[str, float, float, float]]:
+    """For each message that a rank receives in a real step: (receive, when it was sent, seconds of compute that ran here
+    between that and its use, seconds waited for it)."""
+    setup, mesh, step = step_of(options)
+    assert isinstance(step, PipelineStep)
+    state, batches = init_state(step), batches_of(setup, mesh, options.check)
+    for _ in range(2):
+        state, _ = step(state, batches, 100.0)
+    waits: dict[Action, float] = {}
+    take = Messages.take
+
+    def timed_take(self: Messages, receive: Action) -> torch.Tensor:
+        began = time.perf_counter()
+        value = take(self, receive)
+        waits[receive] = time.perf_counter() - began
+        return value
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Messages, "take", timed_take)
+        _, _, seen = step.timed(state, batches, 100.0)
+    events = seen.events[rank]
+    found = []
+    for move in seen.transfers:
+        if move.destination == rank:
+            computed = sum(max(0.0, min(e.end, move.end) - max(e.start, move.start)) for e in events)
+            receive = receiver(result(move.action)._replace(kind=f"SEND_{'F' if move.action.kind == 'F' else 'B'}"))
+            found.append((str(receive), move.start, computed, waits[receive]))
+    return found
+
+
+def test_transfers_overlap_with_compute(pool: Pool) -> None:
+    """By timestamps of two ranks: outputs that were sent while the next stage computed are there when it wants them."""
+    options = case(L, "pp=2", layers=4, embed=128, mlp=256, seq=64, microbatches=6, global_batch=12, schedule="gpipe")
+    options = replace(options, program=replace(options.program, precision="fp32"))
+    found = pool.run(2, run_overlap, options)[1]
+    assert [name for name, *_ in found] == [f"1RECV_F{k}" for k in range(6)]
+    hidden = [(computed, waited) for _, _, computed, waited in found[1:] if computed > 0.001]
+    assert hidden, found  # messages that travelled while this rank computed
+    assert min(waited / computed for computed, waited in hidden) < 0.2, found
 
 
 def run_live(rank: int, options: VerifyOptions) -> tuple[list[int], int]:
@@ -229,8 +361,8 @@ def run_split(rank: int, options: VerifyOptions) -> dict[str, Any]:
     step.prepare()
     (made,) = step.traced.values()
     found: dict[str, Any] = {"rank": rank}
-    for kind, program in made.programs.items():
-        nodes = list(program.graph.graph.nodes)
+    for kind, piece in made.pieces.items():
+        nodes = list(piece.program.graph.graph.nodes)
         found[kind] = sum(any(w in str(n.target) for w in ("mm", "linear")) for n in nodes)
         saved = [n for n in nodes if n.op == "placeholder" and not n.name.startswith(("whole", "batch", "buffer"))]
         storages = [n.meta["val"].untyped_storage()._cdata for n in saved]

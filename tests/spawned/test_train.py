@@ -592,6 +592,7 @@ def mistakes(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--vocab 100", ["--vocab 100", "256"]),
         ("--data ids.npy --vocab 100", ["--vocab 100", "ids.npy"]),
         ("--backend nccl", ["--backend nccl: 1 ranks on this machine, but 0 CUDA GPUs"]),
+        ("--trace-step 9", ["--trace-step 9: the run has steps 1 to 2"]),
         ("--lr -1", ["--lr -1"]),
         ("--lr inf", ["--lr inf"]),
         ("--lr-floor nan", ["--lr-floor nan"]),

@@ -1,0 +1,107 @@
+"""When ranks ran the actions of a real step, on one clock, and what that says of a schedule."""
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from dtengine.mesh import Pipe
+from dtengine.pipeline.actions import Action, Schedule, inputs, result
+from dtengine.pipeline.simulate import Costs, Event, Simulation, observed
+from dtengine.torch_private import all_gather_flat
+
+
+class Timeline:
+    """Begin and end of each action of one rank's step.
+
+    Times are of the machine's clock; ranks of several machines agree as well as their clocks do. On a GPU they are taken
+    on its own stream, so that a rank that runs ahead of its GPU says nothing wrong.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_gpu = device.type == "cuda"
+        self.marks: list[tuple[Any, Any]] = []
+        if self.on_gpu:
+            torch.cuda.synchronize(device)
+        self.origin, self.zero = time.time_ns(), self.mark()
+
+    def mark(self) -> Any:
+        """Return now."""
+        if not self.on_gpu:
+            return time.time_ns()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @contextmanager
+    def running(self, action: Action) -> Iterator[None]:
+        """Note when an action begins and ends, here and for a profiler that records."""
+        begin = self.mark()
+        with record_function(str(action)):
+            yield
+        self.marks.append((begin, self.mark()))
+
+    def nanoseconds(self) -> Tensor:
+        """Return [actions, 2] int64: begin and end of each."""
+        if not self.on_gpu:
+            return torch.tensor(self.marks, dtype=torch.int64).view(-1, 2)
+        torch.cuda.synchronize()
+        pairs = [[self.origin + round(1e6 * self.zero.elapsed_time(one)) for one in pair] for pair in self.marks]
+        return torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
+
+
+def gather_times(timeline: Timeline, schedule: Schedule, pipe: Pipe, device: torch.device) -> Simulation:
+    """Return what all stages' ranks at this place of their meshes did, as the simulator tells it.
+
+    Collectives:
+        One small all-gather over the pipeline.
+    """
+    longest = max(sum(1 for _ in schedule.actions(rank)) for rank in range(schedule.num_ranks))
+    mine = torch.zeros(longest, 2, dtype=torch.int64)
+    times = timeline.nanoseconds()
+    mine[: len(times)] = times
+    table = all_gather_flat(mine.to(device), pipe.size, pipe.group).cpu().view(pipe.size, longest, 2)
+    rows = [list(schedule.actions(rank)) for rank in range(schedule.num_ranks)]
+    first = min(int(table[rank, 0, 0]) for rank in range(pipe.size))
+    seconds = ((table - first).double() / 1e9).tolist()
+    return observed(
+        schedule, [[Event(a, *t) for a, t in zip(row, s, strict=False)] for row, s in zip(rows, seconds, strict=True)]
+    )
+
+
+def costs_of(schedule: Schedule, runs: Sequence[Simulation]) -> Costs:
+    """Return what actions cost in real steps, in seconds: medians of each stage.
+
+    A whole backward that never ran in halves counts as an input gradient. A transfer's time is what a rank waits for it
+    behind the end of the action that made it, where it waited for nothing else.
+    """
+    found: dict[tuple[str, int], list[float]] = {}
+    for one in runs:
+        last_end: dict[Action, float] = {}
+        for row in one.events:
+            for event in row:
+                found.setdefault((event.action.kind, event.action.stage), []).append(event.end - event.start)
+                last_end[result(event.action)] = event.end
+        for row in one.events:
+            free = 0.0
+            for event in row:
+                for need in inputs(event.action, schedule.num_stages):
+                    source = schedule.rank_of[need.stage]
+                    others = [last_end[n] for n in inputs(event.action, schedule.num_stages) if n != need]
+                    if source != schedule.rank_of[event.action.stage] and last_end[need] >= max([free, *others]):
+                        found.setdefault(("send", need.stage), []).append(event.start - last_end[need])
+                free = event.end
+
+    def middle(kind: str, stage: int) -> float:
+        return max(0.0, statistics.median(found.get((kind, stage), [0.0])))
+
+    stages = range(schedule.num_stages)
+    split = [("I", stage) in found for stage in stages]
+    i = tuple(middle("I" if split[s] else "B", s) for s in stages)
+    w = tuple(middle("W", s) if split[s] else 0.0 for s in stages)
+    return Costs(tuple(middle("F", s) for s in stages), i, w, tuple(middle("send", s) for s in stages))
