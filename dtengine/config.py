@@ -165,12 +165,10 @@ def resolve(options: StepOptions, **defaults: Any) -> Setup:
             f"--warmup {optimizer.warmup} is as long as the run of {optimizer.steps} steps: the learning rate never reaches "
             "--lr."
         )
-    if sizes.get("pp", 1) > 1 and (program.passes or program.cuda_graphs or program.offload != "none"):
-        given = (
-            "--passes" if program.passes else "--cuda-graphs" if program.cuda_graphs else f"--offload {program.offload}"
-        )
+    if sizes.get("pp", 1) > 1 and program.cuda_graphs:
         raise ValueError(
-            f"{given} --mesh {mesh.mesh}: not there for pipelines yet. Leave it out, or use a mesh without pp."
+            f"--cuda-graphs --mesh {mesh.mesh}: messages between stages are not captured. Leave it out, or use a mesh "
+            "without pp."
         )
     schedule, layers = _stages(options.pipeline, sizes.get("pp", 1), shape.microbatches, specs)
     return Setup(chosen, config, plan, global_batch, shape, step, tuple(wasteful), schedule, layers)

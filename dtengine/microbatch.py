@@ -210,8 +210,8 @@ class Microbatch:
 
     # --- parameters -----------------------------------------------------------------------------------------------
 
-    def _start(self, run: Executor, params: Mapping[str, Value], names: Sequence[str]) -> Any:
-        """Begin to bring parameters to where they are used."""
+    def start_gather(self, run: Executor, params: Mapping[str, Value], names: Sequence[str]) -> Any:
+        """Begin to bring parameters to where they are used; returns what ``finish`` takes."""
         moves, mesh, dtype = self.moves(names), self.parameters.mesh, self.parameters.compute_dtype
 
         def gather(*shards: Tensor) -> list[Tensor]:
@@ -229,7 +229,7 @@ class Microbatch:
         for g, group in enumerate(order.gathers):
             for ahead in range(g, min(g + order.prefetch + 1, len(names))):
                 if ahead not in begun:
-                    begun[ahead] = self._start(run, params, names[ahead])
+                    begun[ahead] = self.start_gather(run, params, names[ahead])
             whole.update(zip(names[g], run.finish(begun[g]), strict=True))
             for i in group:
                 yield order.parts[i]
@@ -252,7 +252,7 @@ class Microbatch:
         for g in range(len(blocks) - 1, -1, -1):
             for ahead in again[done : done + order.prefetch + (g in names)]:
                 if ahead not in begun:
-                    begun[ahead] = self._start(run, params, names[ahead])
+                    begun[ahead] = self.start_gather(run, params, names[ahead])
             now = dict(whole)
             if g in names:
                 done += 1

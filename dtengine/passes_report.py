@@ -21,7 +21,7 @@ from dtengine.mesh import build_mesh
 from dtengine.passes import PASSES
 from dtengine.screens import bytes_text
 from dtengine.state import State
-from dtengine.step import Step, init_state, make_step
+from dtengine.step import Step, init_state
 
 ROUNDS = 9
 
@@ -43,10 +43,8 @@ def report_passes(job: Job, backend: str) -> None:
         states: dict[str, State] = {}
         for name in ("", *PASSES):
             disabled = (*setup.step.disable_pass, *([name] if name else []))
-            config = replace(setup.step, disable_pass=disabled, eager=False)
-            steps[name] = make_step(
-                setup.model, setup.model_config, setup.plan, mesh, optimizer, config, job.rate, device
-            )
+            one = replace(setup, step=replace(setup.step, disable_pass=disabled, eager=False))
+            steps[name] = one.bind(mesh, optimizer, job.rate, device)
             states[name] = init_state(steps[name])
         seconds: dict[str, list[float]] = {name: [] for name in steps}
         for turn in range(ROUNDS + 2):

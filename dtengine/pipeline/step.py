@@ -32,7 +32,6 @@ from dtengine.pipeline.stream import Stream, stream_of
 from dtengine.pipeline.sums import Sums
 from dtengine.pipeline.timeline import Timeline, gather_times
 from dtengine.program import Program, check_collectives, collectives_of
-from dtengine.shard import redistribute
 from dtengine.state import Metrics, State
 from dtengine.step import Step
 from dtengine.torch_private import all_reduce
@@ -228,9 +227,7 @@ class PipelineStep(Step):
     @cached_property
     def _gathers(self) -> bool:
         """Whether parameters are stored elsewhere, or in another dtype, than they are used."""
-        own = self.parameters
-        moves = own.moves(self.plan.params, self.plan.compute)
-        return any(m.source != m.target for m in moves) or own.stored_dtype != own.compute_dtype
+        return self.microbatch.gathers or self.parameters.stored_dtype != self.parameters.compute_dtype
 
     def _whole(self, state: State) -> dict[str, Tensor]:
         """Return {name: parameter in the compute layout and dtype}, gathered once."""
@@ -300,12 +297,8 @@ class PipelineStep(Step):
         """See Step: programs are "gather", and "step" or "gradients" behind all actions."""
         own = self.parameters
         if program == "gather":
-            moves, dtype = own.moves(self.plan.params, self.plan.compute), own.compute_dtype
-
-            def gather(*shards: Tensor) -> list[Tensor]:
-                return redistribute([x.to(dtype) for x in shards], moves, self.mesh)
-
-            return run.call(("gather",), gather, inputs["params"])
+            shards = dict(zip(self.params, inputs["params"], strict=True))
+            return run.finish(self.microbatch.start_gather(run, shards, list(shards)))
         flats = [buffer(i, self.totals.size(name)) for i, name in enumerate(self.params)]
         grads = run.call(("finish",), self.totals.reduced, flats)
         scale = inputs["scale"]
@@ -327,12 +320,15 @@ class PipelineStep(Step):
         shape, stream = (stage.number, tuple(batch.tokens.shape)), self._stream(batch)
         if shape not in self.forwards:
             run = self.executor
-            run.begin()
             x = [] if stage.first else [stage.enters(stream).message]
-            examples = [*stage.examples(), *x, *batch]
-            nodes = [run.placeholder(f"input_{i}", t) for i, t in enumerate(examples)]
-            name = f"evaluate stage {stage.number}"
-            module = run.end(name, stage.evaluate(run, nodes, stream))
+            examples, name = [*stage.examples(), *x, *batch], f"evaluate stage {stage.number}"
+            key, module = self.recall(name, {"input": examples}, *self.facts, stream.pieces, stream.index)
+            if module is None:
+                run.begin()
+                nodes = [run.placeholder(f"input_{i}", t) for i, t in enumerate(examples)]
+                module = run.end(name, stage.evaluate(run, nodes, stream))
+                if self.cache is not None and key is not None:
+                    self.cache.save(key, module, self.mesh)
             self.forwards[shape] = Program(name, module, tuple(collectives_of(module.graph, self.mesh)))
             check_collectives([self.forwards[shape]], self.mesh)
         return self.forwards[shape]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +43,7 @@ from dtengine.pipeline.messages import Messages
 from dtengine.pipeline.schedules import FIXED_CHUNKS, SCHEDULES, make
 from dtengine.pipeline.step import PipelineStep
 from dtengine.step import init_state
+from dtengine.trace_cache import TraceCache
 from dtengine.verify import VerifyOptions
 
 if TYPE_CHECKING:
@@ -117,7 +120,12 @@ def cases(draw: st.DrawFn) -> VerifyOptions:
         optimizer=replace(
             SGD, steps=2, momentum=draw(st.sampled_from((0.0, 0.9))), clip_order=draw(st.sampled_from("12"))
         ),
-        program=replace(VerifyOptions().program, recompute=draw(st.sampled_from(("none", "full", "selective")))),
+        program=replace(
+            VerifyOptions().program,
+            recompute=draw(st.sampled_from(("none", "full", "selective"))),
+            save=draw(st.sampled_from(("all", "min-cut"))),
+            offload=draw(st.sampled_from(("none", "none", "optimizer"))),
+        ),
         pipeline=PipelineOptions(name, chunks, draw(st.sampled_from((None, uneven)))),
     )
 
@@ -320,6 +328,33 @@ def test_transfers_overlap_with_compute(pool: Pool) -> None:
     assert min(waited / computed for computed, waited in hidden) < 0.2, found
 
 
+def run_cached(rank: int, options: VerifyOptions, folder: str) -> tuple[set[str], list[bytes]]:
+    """Two steps and an evaluation with a cache of programs: (what came from it, all bits)."""
+    setup = setup_of(options)
+    mesh = build_mesh(setup.plan.sizes)
+    step = setup.bind(mesh, sgd(0.9, 0.0), lambda _: 0.1, cache=TraceCache(Path(folder)))
+    state, batches = init_state(step), batches_of(setup, mesh, options.check)
+    for _ in range(2):
+        state, _ = step(state, batches, 100.0)
+    loss = torch.tensor(step.evaluate(state, batches))
+    tensors = [loss, *(p.to_local() for p in state.params.values())]
+    return step.recalled, [t.detach().contiguous().view(torch.uint8).numpy().tobytes() for t in tensors]
+
+
+def test_a_second_start_traces_nothing(pool: Pool, tmp_path: Path) -> None:
+    """Stages come from the cache, bit by bit; another schedule, with other pieces, does not."""
+    options = case(L, "pp=2,tp=2", "ddp", layers=5, microbatches=3, schedule="zbv", tied=True, sp=False)
+    first = pool.run(4, run_cached, options, str(tmp_path))
+    second = pool.run(4, run_cached, options, str(tmp_path))
+    assert all(not recalled for recalled, _ in first)
+    assert all(
+        {f"F of stage {n}" for n in stages} | {"step"} <= second[rank][0] for rank, stages in ((0, (0, 3)), (2, (1, 2)))
+    )
+    assert [bits for _, bits in first] == [bits for _, bits in second]
+    other = replace(options, pipeline=replace(options.pipeline, schedule="interleaved"))
+    assert all(not recalled - {"step", "gather"} for recalled, _ in pool.run(4, run_cached, other, str(tmp_path)))
+
+
 def run_live(rank: int, options: VerifyOptions) -> tuple[list[int], int]:
     """(microbatches alive at each action of a real step, the most that the simulator counts)."""
     setup, mesh, step = step_of(options)
@@ -380,9 +415,17 @@ def test_pieces_split_the_products(pool: Pool) -> None:
 def test_a_run_saves_resumes_and_samples(tmp_path: Path) -> None:
     """Four steps at once and two and two give the same bits; other meshes, schedules and cuts read the checkpoint."""
     base = f"{QUICK} --mesh 2x2x1 --microbatches 4 --schedule zbv --tied --lr-decay none"
-    one = run(TRAIN, f"{base} --steps 4 --run-dir whole --sample 20", tmp_path)
+    one = run(TRAIN, f"{base} --steps 4 --run-dir whole --sample 20 --trace-step 3", tmp_path)
     assert (one.code, one.err) == (0, ""), one
     assert "step 4/4  loss" in one.out and "-1.0" not in one.out
+    assert re.search(r"pipeline: F [\d.]+, I [\d.]+, W [\d.]+, send [\d.]+ ms.*bubble [\d.]+%, simulated", one.out)
+    events = json.loads((tmp_path / "whole" / "trace-step-3.json").read_text())["traceEvents"]
+    stages = {
+        pid: {e["name"] for e in events if e["pid"] == pid and e.get("cat") == "user_annotation"} for pid in range(4)
+    }
+    assert {f"{stage}F{k}" for stage in (0, 3) for k in range(4)} <= stages[0]  # a V: first and last stage
+    assert {f"{stage}W{k}" for stage in (1, 2) for k in range(4)} <= stages[2]
+    assert not list((tmp_path / "whole").glob("trace-step-3*/*"))
     assert run(TRAIN, f"{base} --steps 2 --run-dir three", tmp_path).code == 0
     done = run(TRAIN, "--run-dir three --resume --steps 4", tmp_path)
     assert done.code == 0, done
