@@ -24,7 +24,9 @@ from dtengine.passes import PASSES
 from dtengine.pipeline.actions import Schedule
 from dtengine.pipeline.check import read_schedule, read_table
 from dtengine.pipeline.partition import cut, deal, parse_layers
-from dtengine.pipeline.schedules import make
+from dtengine.pipeline.schedules import SCHEDULES, make
+from dtengine.pipeline.search import auto
+from dtengine.pipeline.simulate import Costs
 from dtengine.pipeline.step import cut_into_stages
 from dtengine.recompute import parse_saving
 from dtengine.state import StepConfig
@@ -194,8 +196,17 @@ def _stages(
                 f"--schedule {options.schedule}: a table of {schedule.num_microbatches} microbatches, the step has "
                 f"{microbatches}. Use --microbatches {schedule.num_microbatches}."
             )
+    elif options.schedule == "auto":
+        schedule = auto(num_ranks, microbatches, Costs(), None, options.chunks or 1)
+    elif options.schedule not in SCHEDULES:
+        raise ValueError(
+            f"--schedule {options.schedule}: no such schedule. Use one of {', '.join(SCHEDULES)}, auto, or a FILE.csv."
+        )
     else:
-        schedule = make(options.schedule, num_ranks, microbatches, options.chunks)
+        try:
+            schedule = make(options.schedule, num_ranks, microbatches, options.chunks)
+        except ValueError as error:
+            raise ValueError(f"--chunks {options.chunks}: {error}") from None
     blocks = [_work(tree) for tree in specs["blocks"]]
     if options.stage_layers is not None:
         return schedule, parse_layers(options.stage_layers, len(blocks), schedule.num_stages)

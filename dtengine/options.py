@@ -161,8 +161,9 @@ class PipelineOptions:
     """How a mesh with pp cuts the model into stages, and in which order they run."""
 
     schedule: str = "1f1b"
-    """gpipe, 1f1b, interleaved, loopedbfs, zb-h1, zb-h2, interleaved-zb, zbv, v-half, v-min, dualpipev, or a table of your
-    own as FILE.csv; python -m dtengine.schedule shows them."""
+    """gpipe, 1f1b, interleaved, loopedbfs, zb-h1, zb-h2, interleaved-zb, zbv, v-half, v-min, dualpipev, auto (searched, as
+    if F, I and W took the same time), or a table of your own as FILE.csv; python -m dtengine.schedule shows them, and
+    searches for other costs."""
     chunks: int | None = None
     """Stages a rank, where the schedule leaves it free; else 2."""
     stage_layers: str | None = None

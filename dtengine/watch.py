@@ -2,7 +2,6 @@
 
 import math
 import shlex
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -18,8 +17,8 @@ from dtengine.model import buffers, parameters
 from dtengine.options import PipelineOptions, ProgramOptions, TrainOptions
 from dtengine.parameters import COMPUTE_DTYPES, has_master
 from dtengine.pipeline.actions import Schedule
-from dtengine.pipeline.simulate import Simulation, simulate
-from dtengine.pipeline.timeline import costs_of
+from dtengine.pipeline.simulate import Simulation
+from dtengine.pipeline.timeline import report
 from dtengine.step import Step
 
 
@@ -135,26 +134,10 @@ class Watch:
 
     def timed(self, step: int, schedule: Schedule, runs: Sequence[Simulation]) -> None:
         """Show and write what the actions of a pipeline took in some steps, and its bubble beside the simulator's."""
-        costs = costs_of(schedule, runs)
-        table, simulated = costs.per_stage(schedule.num_stages), simulate(schedule, costs)
-        seconds, bubble = (statistics.median(getattr(r, name) for r in runs) for name in ("makespan", "bubble_share"))
-        split = any(table["W"])
-        kinds = {
-            "F": table["F"],
-            **({"I": table["I"], "W": table["W"]} if split else {"B": table["B"]}),
-            "send": table["send"],
-        }
-        means = ", ".join(f"{kind} {1e3 * statistics.fmean(times):.2f}" for kind, times in kinds.items())
-        text = (
-            f"pipeline: {means} ms, mean over stages; all actions {1e3 * seconds:.1f} ms, simulated "
-            f"{1e3 * simulated.makespan:.1f}; bubble {bubble:.1%}, simulated {simulated.bubble_share:.1%}"
-        )
-        self.progress.note(text)
-        lines = [f"| stage | {' | '.join(kinds)} |", "|---" * (1 + len(kinds)) + "|"]
-        for stage in range(schedule.num_stages):
-            lines.append(f"| {stage} | {' | '.join(f'{1e3 * times[stage]:.3f}' for times in kinds.values())} |")
-        self.events.text("pipeline", text + "\n\n" + "\n".join(lines) + "\n\nTimes in ms.")
-        self.events.scalars(step, bubble=bubble, bubble_simulated=simulated.bubble_share)
+        found = report(schedule, runs)
+        self.progress.note(found.text)
+        self.events.text("pipeline", found.markdown)
+        self.events.scalars(step, bubble=found.bubble, bubble_simulated=found.simulated)
 
     def evaluated(self, step: int, loss: float) -> None:
         """Show and write a held-out loss."""

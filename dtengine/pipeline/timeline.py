@@ -4,7 +4,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.profiler import record_function
 
 from dtengine.mesh import Pipe
 from dtengine.pipeline.actions import Action, Schedule, inputs, result
-from dtengine.pipeline.simulate import Costs, Event, Simulation, observed
+from dtengine.pipeline.simulate import Costs, Event, Simulation, observed, simulate
 from dtengine.torch_private import all_gather_flat
 
 
@@ -105,3 +105,46 @@ def costs_of(schedule: Schedule, runs: Sequence[Simulation]) -> Costs:
     i = tuple(middle("I" if split[s] else "B", s) for s in stages)
     w = tuple(middle("W", s) if split[s] else 0.0 for s in stages)
     return Costs(tuple(middle("F", s) for s in stages), i, w, tuple(middle("send", s) for s in stages))
+
+
+class Report(NamedTuple):
+    """What some steps of a pipeline took, beside what the simulator finds for the costs that they had.
+
+    Attributes:
+        text: one line.
+        markdown: the same, with the costs of each stage and the command that searches for a schedule for them.
+        bubble, simulated: largest share of a rank, median of the steps.
+    """
+
+    text: str
+    markdown: str
+    bubble: float
+    simulated: float
+
+
+def report(schedule: Schedule, runs: Sequence[Simulation]) -> Report:
+    """Sum up steps of a schedule."""
+    costs = costs_of(schedule, runs)
+    table, expected = costs.per_stage(schedule.num_stages), simulate(schedule, costs)
+    seconds = statistics.median(one.makespan for one in runs)
+    bubble = statistics.median(one.bubble_share for one in runs)
+    split = any(table["W"])
+    kinds = {kind: table[kind] for kind in (("F", "I", "W", "send") if split else ("F", "B", "send"))}
+    means = ", ".join(f"{kind} {1e3 * statistics.fmean(times):.2f}" for kind, times in kinds.items())
+    text = (
+        f"pipeline: {means} ms, mean over stages; all actions {1e3 * seconds:.1f} ms, simulated "
+        f"{1e3 * expected.makespan:.1f}; bubble {bubble:.1%}, simulated {expected.bubble_share:.1%}"
+    )
+    lines = [f"| stage | {' | '.join(kinds)} |", "|---" * (1 + len(kinds)) + "|"]
+    for stage in range(schedule.num_stages):
+        lines.append(f"| {stage} | {' | '.join(f'{1e3 * times[stage]:.3f}' for times in kinds.values())} |")
+    half = tuple(b / 2 for b in table["B"])
+    searched = kinds if split else {**kinds, "I": half, "W": half}
+    words = ["python -m dtengine.schedule --name auto"]
+    words += [f"--pp {schedule.num_ranks} --microbatches {schedule.num_microbatches}"]
+    for kind in ("F", "I", "W", "send"):
+        words.append(f"--cost-{kind.lower()} {','.join(f'{1e3 * t:.3g}' for t in searched[kind])}")
+    search = f"A schedule for these costs{'' if split else ', with B halved into I and W'}:\n\n    "
+    search += " ".join([*words, "--csv mine.csv"])
+    markdown = "\n\n".join([text, "\n".join(lines), "Times in ms.", search]) + "\n"
+    return Report(text, markdown, bubble, expected.bubble_share)

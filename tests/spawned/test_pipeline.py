@@ -41,6 +41,7 @@ from dtengine.pipeline.actions import Action, result
 from dtengine.pipeline.communication import receiver
 from dtengine.pipeline.messages import Messages
 from dtengine.pipeline.schedules import FIXED_CHUNKS, SCHEDULES, make
+from dtengine.pipeline.simulate import Costs, simulate
 from dtengine.pipeline.step import PipelineStep
 from dtengine.step import init_state
 from dtengine.trace_cache import TraceCache
@@ -75,6 +76,7 @@ def test_every_plan_within_a_stage_is_exact(pool: Pool, mesh: str, plan: str) ->
         "--mesh pp=2,dp=2 --model mlp --plan zero1 --microbatches 3 --schedule zb-h1",  # statistics of stages
         "--mesh pp=4 --stage-layers 0,3,0,2 --layers 5 --microbatches 4 --schedule zb-h1 --model gpt",
         "--mesh pp=2 --microbatches 3 --eager --tied",
+        "--mesh pp=2 --schedule auto --microbatches 5 --chunks 2 --layers 5",
         "--mesh pp=2,dp=2 --precision fp16 --microbatches 2 --layers 2",
         "--mesh pp=2,tp=2 --precision bf16 --plan zero2 --microbatches 2 --layers 2",
     ],
@@ -381,6 +383,15 @@ def run_live(rank: int, options: VerifyOptions) -> tuple[list[int], int]:
     return counts, rank
 
 
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_as_much_is_alive_as_simulated(pool: Pool, name: str) -> None:
+    """The most stage-microbatches that a rank holds in a real step are those that the simulator counts."""
+    options = case(L, "pp=2", layers=4, microbatches=6, global_batch=6, schedule=name)
+    simulated = simulate(make(name, 2, 6), Costs()).peak_live
+    for counts, rank in pool.run(2, run_live, options):
+        assert max(counts) == simulated[rank]
+
+
 @pytest.mark.parametrize("microbatches", [4, 12])
 def test_c31_1f1b_keeps_no_more_than_there_are_stages_to_the_end(pool: Pool, microbatches: int) -> None:
     """C31: rank r of p holds at most p - r microbatches, however many there are."""
@@ -445,11 +456,11 @@ def test_a_run_saves_resumes_and_samples(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "part"),
     [
-        ("--mesh pp=2 --schedule nothing", "schedule 'nothing': unknown"),
+        ("--mesh pp=2 --schedule nothing", "--schedule nothing: no such schedule. Use one of gpipe"),
         ("--mesh pp=2 --stage-layers 1,2", "--stage-layers 1,2: 3 layers, the model has 4"),
         ("--mesh pp=2 --stage-layers 1,x", "--stage-layers 1,x: not whole numbers"),
         ("--mesh pp=2 --schedule zbv --stage-layers 2,2", "--stage-layers 2,2: 2 numbers for 4 stages"),
-        ("--mesh pp=2 --schedule 1f1b --chunks 2", "schedule 1f1b: 2 stages a rank. It has 1"),
+        ("--mesh pp=2 --schedule 1f1b --chunks 2", "--chunks 2: schedule 1f1b: 2 stages a rank. It has 1"),
         ("--mesh pp=2 --schedule mine.csv", "--schedule mine.csv: no such file"),
         ("--mesh pp=2 --schedule bad.csv --microbatches 2", "bad.csv"),
     ],
