@@ -105,9 +105,11 @@ def resolve(options: StepOptions, **defaults: Any) -> Setup:
     plan = make_plan(mesh.plan, sizes, config.axis_sizes, sequence_parallel=mesh.sp, whole_axes=chosen.whole_axes)
     for leaf in leaves:
         plan.params.check(leaf.names)
-    global_batch, shape = solve_batch(
-        plan.coordinates, batch.global_batch, batch.microbatch, batch.microbatches, defaults.get("global_batch", 32)
-    )
+    passes, stages = batch.microbatches, sizes.get("pp", 1)
+    usual = defaults.get("global_batch", 32)
+    if stages > 1 and passes is None and batch.microbatch is None:
+        passes = _passes(options.pipeline, stages, (batch.global_batch or usual) // plan.coordinates)
+    global_batch, shape = solve_batch(plan.coordinates, batch.global_batch, batch.microbatch, passes, usual)
     bounds = {"steps": (1, math.inf), "lr": (0, math.inf), "warmup": (0, math.inf), "lr_floor": (0, 1)}
     bounds |= {"weight_decay": (0, math.inf), "momentum": (0, 1), "clip": (0, math.inf), "lr_scale_max": (0, math.inf)}
     bounds |= {"label_smoothing": (0, 1), "z_loss": (0, math.inf)}
@@ -167,13 +169,37 @@ def resolve(options: StepOptions, **defaults: Any) -> Setup:
             f"--warmup {optimizer.warmup} is as long as the run of {optimizer.steps} steps: the learning rate never reaches "
             "--lr."
         )
-    if sizes.get("pp", 1) > 1 and program.cuda_graphs:
+    if stages > 1 and program.cuda_graphs:
         raise ValueError(
             f"--cuda-graphs --mesh {mesh.mesh}: messages between stages are not captured. Leave it out, or use a mesh "
             "without pp."
         )
-    schedule, layers = _stages(options.pipeline, sizes.get("pp", 1), shape.microbatches, specs)
+    schedule, layers = _stages(options.pipeline, stages, shape.microbatches, specs)
+    if schedule is None and options.pipeline != PipelineOptions():
+        wasteful.append("--schedule, --chunks and --stage-layers have no effect: the mesh has no pp.")
+    if 0 in layers[1:-1] or (layers and options.pipeline.stage_layers is None and 0 in layers):
+        wasteful.append(
+            f"{len(layers)} stages for {config.layers} layers: {', '.join(map(str, layers))}. Stages without a layer only "
+            f"pass on what they get. Use --layers {len(layers)} or more, or a schedule with fewer stages a rank."
+        )
     return Setup(chosen, config, plan, global_batch, shape, step, tuple(wasteful), schedule, layers)
+
+
+def _passes(options: PipelineOptions, num_ranks: int, rows: int) -> int:
+    """Return the microbatches of a step where none are given: those of a table, else two for each pipeline rank, as far as
+    there are rows."""
+    if options.schedule.endswith(".csv"):
+        return _table(options.schedule, num_ranks).num_microbatches
+    return max(1, min(2 * num_ranks, rows))
+
+
+def _table(path: str, num_ranks: int) -> Schedule:
+    """Read a person's own schedule."""
+    try:
+        text = read_table(path)
+    except ValueError as error:
+        raise ValueError(f"--schedule {error}") from None
+    return read_schedule(text, path, num_ranks)
 
 
 def _stages(
@@ -186,11 +212,7 @@ def _stages(
     if num_ranks == 1:
         return None, ()
     if options.schedule.endswith(".csv"):
-        try:
-            text = read_table(options.schedule)
-        except ValueError as error:
-            raise ValueError(f"--schedule {error}") from None
-        schedule = read_schedule(text, options.schedule, num_ranks)
+        schedule = _table(options.schedule, num_ranks)
         if schedule.num_microbatches != microbatches:
             raise ValueError(
                 f"--schedule {options.schedule}: a table of {schedule.num_microbatches} microbatches, the step has "

@@ -20,7 +20,8 @@ class MeshOptions:
     """Which devices, and how the model lies on them."""
 
     mesh: str = "1"
-    """Mesh sizes: 8 is dp=8, 2x4 is dp=2,tp=4; or named axes, rep=2,dp=2,tp=2."""
+    """Mesh sizes: 8 is dp=8, 2x4 is dp=2,tp=4, 2x2x2 is pp=2,dp=2,tp=2; or named axes, rep=2,dp=2,tp=2. pp cuts the model
+    into pipeline stages."""
     plan: Literal["ddp", "zero1", "zero2", "fsdp"] = "fsdp"
     """What dp splits: nothing (ddp), optimizer state (zero1), also gradients (zero2), also parameters (fsdp, which is
     ZeRO-3). A rep axis makes fsdp HSDP; tp above 1 adds tensor parallelism."""

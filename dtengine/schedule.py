@@ -50,7 +50,7 @@ class ScheduleOptions:
     chunks: int | None = None
     """Stages a rank, where the schedule leaves it free; else 2, with auto as many as the costs have numbers, else 1."""
     cost_f: str = "1"
-    """Time of a forward."""
+    """Time of a forward: one number, or one for each stage, or for each of fewer equal parts of the model: 1,1,1,1.6."""
     cost_i: str = "1"
     """Time of an input gradient."""
     cost_w: str = "1"
@@ -58,7 +58,7 @@ class ScheduleOptions:
     cost_send: str = "0"
     """Time of a transfer to another rank, for what each stage computes."""
     memory_limit: int | None = None
-    """Most live activations of a rank, in stage-microbatches."""
+    """Most live activations of a rank, in stage-microbatches; with --compare in microbatches of a rank's whole part."""
     compare: bool = False
     """Put all schedules side by side."""
     json: bool = False
@@ -81,6 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.compare:
             return compare(options, costs)
         schedule = make_or_read(options, costs)
+        costs = fitted(costs, schedule.num_stages)
         simulation = simulate(schedule, costs)
         check_memory(options, schedule, simulation)
         outputs: list[tuple[str | None, Callable[[], str | bytes]]] = [
@@ -179,7 +180,19 @@ def make_or_read(options: ScheduleOptions, costs: Costs) -> Schedule:
         return make(options.name or "1f1b", ranks, microbatches, options.chunks)
     lengths = [len(cost) for cost in (costs.f, costs.i, costs.w, costs.send) if isinstance(cost, tuple)]
     chunks = options.chunks or max([1, *(n // ranks for n in lengths)])
-    return auto(ranks, microbatches, costs, options.memory_limit, chunks)
+    return auto(ranks, microbatches, fitted(costs, ranks * chunks), options.memory_limit, chunks)
+
+
+def fitted(costs: Costs, num_stages: int) -> Costs:
+    """Return costs of so many stages: numbers for fewer equal parts of the model are split evenly."""
+
+    def fit(name: str, cost: Cost) -> Cost:
+        if not isinstance(cost, tuple) or num_stages % len(cost):
+            return cost
+        each = num_stages // len(cost)
+        return tuple(value if name == "send" else value / each for value in cost for _ in range(each))
+
+    return Costs(**{name: fit(name, getattr(costs, name)) for name in ("f", "i", "w", "send")})
 
 
 def read(path: str) -> str:
@@ -255,10 +268,9 @@ def compare(options: ScheduleOptions, costs: Costs) -> int:
         own = costs.split(parts, ranks * chunks)
         if name != "auto":
             schedule = make(name, ranks, microbatches, chunks)
-        elif options.memory_limit is None or options.memory_limit >= chunks:
-            schedule = auto(ranks, microbatches, own, options.memory_limit, chunks)
         else:
-            continue
+            limit = None if options.memory_limit is None else options.memory_limit * chunks
+            schedule = auto(ranks, microbatches, own, limit, chunks)
         rows.append(Row(schedule, own, simulate(schedule, own)))
     if options.json:
         print(json.dumps({key(row.schedule): to_json(row.simulation) for row in rows}))

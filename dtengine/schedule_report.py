@@ -1,5 +1,8 @@
 """What ``python -m dtengine.schedule`` prints: one schedule beside what is published about it, or all in a table."""
 
+import math
+import shutil
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -55,7 +58,7 @@ class Row(NamedTuple):
 
     @property
     def published_share(self) -> float | None:
-        """The same as a share of the slowest rank's time."""
+        """The same as a share of that rank's time."""
         bubble, setting = self.published_bubble, self.setting
         if bubble is None or setting is None:
             return None
@@ -69,7 +72,7 @@ def show(row: Row) -> None:
     console = Console(highlight=False)
     place = "" if row.chunks == 1 else f", {row.chunks} stages a rank (ranks {' '.join(map(str, schedule.rank_of))})"
     print(f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches{place}\n")
-    print(grid(schedule) + "\n")
+    print(cut(grid(schedule)) + "\n")
     table = Table(box=box.SIMPLE)
     for name in ("rank", "busy", "bubble", "share", "peak live", "peak waiting for W"):
         table.add_column(name, justify="right")
@@ -84,8 +87,9 @@ def show(row: Row) -> None:
         table.add_column(name, justify="right" if name in ("simulated", "published") else "left")
     formula = row.published
     bubble, live = (formula.bubble_text, formula.memory_text) if formula else ("", "")
-    table.add_row("time", number(simulation.makespan), "", f"in any order {number(bound)} or more")
-    table.add_row("bubble, slowest rank", number(simulation.bubble), number(row.published_bubble), bubble)
+    above = simulation.makespan / bound - 1 if bound else 0.0
+    table.add_row("time", number(simulation.makespan), "", f"any order: at least {number(bound)}; {above:.1%} above")
+    table.add_row("bubble of the rank that waits most", number(simulation.bubble), number(row.published_bubble), bubble)
     table.add_row("as a share of its time", percent(simulation.bubble_share), percent(row.published_share), "")
     table.add_row("live activations", str(max(simulation.peak_live)), number(row.published_live), live)
     console.print(table)
@@ -97,6 +101,17 @@ def show(row: Row) -> None:
         console.print("The bubble's formula is for stages of equal costs and sends that take no time.")
 
 
+def cut(text: str) -> str:
+    """Cut a grid to the width of the terminal; whole where it goes into a file."""
+    width = shutil.get_terminal_size().columns
+    lines = text.split("\n")
+    if not sys.stdout.isatty() or max(map(len, lines)) <= width:
+        return text
+    return "\n".join(
+        [*(line[: width - 4] + " ..." * (len(line) > width - 4) for line in lines), "(--picture shows all)"]
+    )
+
+
 def show_all(rows: Sequence[Row], memory_limit: int | None) -> None:
     """Print schedules side by side; they share a model, so that their times compare."""
     first = rows[0].schedule
@@ -105,25 +120,26 @@ def show_all(rows: Sequence[Row], memory_limit: int | None) -> None:
     table.add_column("schedule", no_wrap=True)
     for name in ("stages", "time", "bubble", "paper", "live", "paper", "per rank"):
         table.add_column(name, justify="right", no_wrap=True)
-    best = min(row.simulation.makespan for row in rows)
-    for row in rows:
+    fits = [max(row.simulation.peak_live) <= (memory_limit or math.inf) * row.chunks for row in rows]
+    best = min((row.simulation.makespan for row, fit in zip(rows, fits, strict=True) if fit), default=0.0)
+    for row, fit in zip(rows, fits, strict=True):
         simulation, most = row.simulation, max(row.simulation.peak_live)
         table.add_row(
             row.schedule.name,
             str(row.chunks),
-            number(simulation.makespan) + (" *" if simulation.makespan <= best * (1 + 1e-9) else "  "),
+            number(simulation.makespan) + (" *" if fit and simulation.makespan <= best * (1 + 1e-9) else "  "),
             percent(simulation.bubble_share),
             percent(row.published_share),
-            f"{most}{' >' if memory_limit and most > memory_limit else ''}",
+            str(most),
             number(row.published_live),
-            number(most / row.chunks),
+            number(most / row.chunks) + ("" if fit else " >"),
         )
     console = Console(highlight=False)
     console.print(table)
     console.print(
-        "time: * is the least. bubble: of the rank that waits most, from its first start to its last end; paper: where "
-        "stages are alike, sends free, and the formula holds. live: stage-microbatches of activations of the fullest rank; "
-        "per rank: the same in microbatches of a rank's whole part"
+        "time: * is the least. bubble: of the rank that waits most, from its first start to its last end: schedules that "
+        "take the same time may wait differently; paper: where stages are alike, sends free, and the formula holds. live: "
+        "stage-microbatches of activations of the fullest rank; per rank: the same in microbatches of a rank's whole part"
         + (f"; > is above --memory-limit {memory_limit}." if memory_limit else ".")
     )
     console.print("Sources: --name NAME names each.")

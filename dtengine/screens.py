@@ -79,8 +79,10 @@ def layout_rows(plan: Plan, axes: Collection[str] | None = None) -> tuple[list[t
     shown = [name for name in names if axes is None or name in axes]
     rows = [(name, *(_cell(layout, name, plan) for layout in layouts)) for name in shown]
     rows = [row for row in rows if any(row[1:])]
+    staged = plan.sizes.get("pp", 1) > 1
     if not rows:
-        return [], ["Nothing is split: every rank holds and computes all of it."]
+        within = "A rank holds the layers of its stages; within a stage nothing is split"
+        return [], [f"{within}." if staged else "Nothing is split: every rank holds and computes all of it."]
     first, *rest = [rule.logical for rule in plan.optimizer.rules if rule.mesh_axis == "dp"] or [""]
     fallbacks = [name for name in rest if any(row[0] == name and "(dp)" in row for row in rows)]
     notes = (
@@ -88,7 +90,7 @@ def layout_rows(plan: Plan, axes: Collection[str] | None = None) -> tuple[list[t
         if fallbacks
         else []
     )
-    return rows, [*notes, "Every other axis is whole on each rank."]
+    return rows, [*notes, f"Every other axis is whole on each rank{' of a stage' * staged}."]
 
 
 def _cell(layout: Layout, logical: str, plan: Plan) -> str:
@@ -172,34 +174,40 @@ MEMORY = {  # rows of the table, and the kinds that each adds up
 }
 
 
-def memory_rows(ranks: Sequence[Mapping[str, int]]) -> list[tuple[str, str, str]]:
-    """Tabulate what ranks hold: (what, on the first rank, the largest over the mean of all ranks).
+def memory_rows(ranks: Sequence[Mapping[str, int]], stages: int = 1) -> list[tuple[str, ...]]:
+    """Tabulate what ranks hold: a heading, then (what, on the first rank of each stage, the largest over the mean).
 
     Args:
         ranks: {kind: bytes} of each rank, as MemoryEstimate.numbers; what no rank holds has no row.
+        stages: pipeline ranks; of many the first ones and the last are shown.
     """
-    rows = []
+    each = len(ranks) // stages
+    shown = list(range(stages)) if stages <= 6 else [*range(5), stages - 1]
+    names = [f"rank {stage * each}" for stage in shown]
+    rows = [("memory of a step", *names, "largest / mean")]
     for name, kinds in MEMORY.items():
         sizes = [sum(rank[kind] for kind in kinds) for rank in ranks]
         if any(sizes):
-            rows.append((name, bytes_text(sizes[0]), f"{max(sizes) * len(sizes) / sum(sizes):.2f}"))
+            cells = (bytes_text(sizes[stage * each]) for stage in shown)
+            rows.append((name, *cells, f"{max(sizes) * len(sizes) / sum(sizes):.2f}"))
     return rows
 
 
-def memory_table(console: Console, ranks: Sequence[Mapping[str, int]]) -> None:
+def memory_table(console: Console, ranks: Sequence[Mapping[str, int]], stages: int = 1) -> None:
     """Print what ranks will hold, as ``memory_rows`` says."""
+    heading, *rows = memory_rows(ranks, stages)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), header_style="bold", pad_edge=False)
-    table.add_column("memory of a step")
-    for heading in ("rank 0", "largest / mean"):
-        table.add_column(heading, justify="right")
-    for row in memory_rows(ranks):
+    for name in heading:
+        table.add_column(name, justify="left" if name == heading[0] else "right")
+    for row in rows:
         table.add_row(*row)
     console.print(table)
 
 
-def memory_text(ranks: Sequence[Mapping[str, int]]) -> str:
+def memory_text(ranks: Sequence[Mapping[str, int]], stages: int = 1) -> str:
     """Return ``memory_rows`` as Markdown, for TensorBoard's text tab."""
-    lines = ["| memory of a step | rank 0 | largest / mean |", "|---|---|---|", *map(_markdown_row, memory_rows(ranks))]
+    heading, *rows = memory_rows(ranks, stages)
+    lines = [_markdown_row(heading), "|---" * len(heading) + "|", *map(_markdown_row, rows)]
     return "\n".join(lines) + "\n"
 
 

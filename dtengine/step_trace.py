@@ -76,5 +76,9 @@ def merged(traces: list[dict[str, Any]]) -> dict[str, Any]:
                 ]
             moved = {"ts": event["ts"] + shift} if "ts" in event else {}
             events.append(event | moved | {"pid": numbers[key]})
+    origin = min((e["ts"] for e in events if e.get("ph") == "X"), default=0.0)
+    for event in events:
+        if "ts" in event:
+            event["ts"] -= origin
     rest = {name: value for name, value in traces[0].items() if name not in ("traceEvents", "traceName", "trace_id")}
     return rest | {"baseTimeNanoseconds": base, "traceEvents": events}

@@ -13,6 +13,7 @@ from dtengine import monitor, ranks, screens
 from dtengine.data import BatchShape, bigram_loss
 from dtengine.job import Job
 from dtengine.layout import Layout, local_bounds
+from dtengine.mesh import parse_mesh
 from dtengine.model import buffers, parameters
 from dtengine.options import PipelineOptions, ProgramOptions, TrainOptions
 from dtengine.parameters import COMPUTE_DTYPES, has_master
@@ -69,8 +70,9 @@ class Watch:
             style="dim",
         )
         if memory:
-            screens.memory_table(self.console, memory)
-            self.events.text("memory", screens.memory_text(memory))
+            stages = self.job.setup.plan.sizes.get("pp", 1)
+            screens.memory_table(self.console, memory, stages)
+            self.events.text("memory", screens.memory_text(memory, stages))
         self.progress.__enter__()
         self.status.update(status="running")
 
@@ -176,6 +178,9 @@ class Watch:
             word = "better" if better >= 0 else "worse"
             results.append(("bigram model", f"{bigram:.4f} on the same sequences; ours is {abs(better):.4f} {word}"))
         options = self.job.options
+        traced = self.job.folder / f"trace-step-{options.run.trace_step}.json"
+        if options.run.trace_step is not None and traced.exists():
+            results.append(("trace", f"{traced}, for ui.perfetto.dev"))
         commands = [
             ("look", f"tensorboard --logdir {folder}/tensorboard"),
             ("train on", f"python -m dtengine.train --run-dir {folder} --resume --steps {2 * steps}"),
@@ -191,8 +196,9 @@ def prove_options(options: TrainOptions) -> str:
     for name, value in [*asdict(options.model).items(), *asdict(options.batch).items()]:
         if value is not None:
             words += [f"--{name.replace('_', '-')}", str(value)]
+    staged = parse_mesh(options.mesh.mesh).get("pp", 1) > 1
     beside: list[tuple[Any, Any, tuple[str, ...]]] = [
-        (options.pipeline, PipelineOptions(), ("schedule", "chunks", "stage_layers")),
+        *([(options.pipeline, PipelineOptions(), ("schedule", "chunks", "stage_layers"))] if staged else []),
         (
             options.program,
             ProgramOptions(),

@@ -88,6 +88,8 @@ def read_schedule(text: str, name: str, num_ranks: int) -> Schedule:
             f"{name}: {len(table)} lines, but {num_ranks} pipeline ranks. A table has one line for each rank. "
             f"Run it with {len(table)} pipeline ranks."
         )
+    if not any(cell for row in table for cell in row):
+        raise ValueError(f"{name}: no action. A table has one line for each rank, cells by comma: 0F0,0F1,0B0,0B1.")
     flat = [[(step, action) for step, cell in enumerate(row) for action in cell] for row in table]
     votes: dict[int, Counter[int]] = {}
     for rank, row in enumerate(flat):

@@ -137,6 +137,12 @@ class PipelineStep(Step):
         rest = [self.programs.get(name) for name in ("gather", "step")]
         return pieces + [(program, 1) for program in rest if isinstance(program, Program)]
 
+    def collectives(self) -> dict[str, dict[str, int]]:
+        """See Step; messages that this rank sends to other stages are counted, too."""
+        counts = super().collectives()
+        counts.setdefault("pp", {})["send"] = sum(action.kind.startswith("SEND") for action in self.todo)
+        return counts
+
     def memory(self) -> MemoryEstimate | None:
         """See Step."""
         if self.config.compile or not self.traced:

@@ -207,7 +207,11 @@ def test_table_of_ranks() -> None:
     """The table shows rank 0 and how uneven ranks are, without rows of what no rank has."""
     ranks = [MemoryEstimate(parameters=2000, batch=500).numbers, MemoryEstimate(parameters=1000, batch=500).numbers]
     assert memory_rows(ranks) == [
+        ("memory of a step", "rank 0", "largest / mean"),
         ("parameters", "2.00 kB", "1.33"),
         ("other", "500 B", "1.00"),
         ("total at the peak", "2.50 kB", "1.25"),
     ]
+    heading, first, *_ = memory_rows(ranks, stages=2)
+    assert heading == ("memory of a step", "rank 0", "rank 1", "largest / mean")
+    assert first == ("parameters", "2.00 kB", "1.00 kB", "1.33")

@@ -62,7 +62,7 @@ def test_compare_puts_all_side_by_side(command):
     assert code == 0
     rows = {line.split()[0]: line.split() for line in out.splitlines() if line.split()[:1]}
     assert {*SCHEDULES, "auto"} <= set(rows)
-    assert rows["gpipe"][1:] == ["1", "15", "20.0%", "20.0%", "4", ">", "4", "4"]
+    assert rows["gpipe"][1:] == ["1", "15", "20.0%", "20.0%", "4", "4", "4", ">"]
     code, out, _ = command("--compare --pp 2 --microbatches 4 --json --cost-f 1,2 --cost-send 0.3")
     figures = json.loads(out)
     assert code == 0 and len(figures) == len(SCHEDULES) + 2
@@ -162,7 +162,7 @@ REFUSED = {
     "--cost-f 1,x": "--cost-f 1,x: not a number, or numbers by comma. Write 1, or one for each stage: 1,1,1,1.6.",
     "--cost-w -1": "--cost-w: -1.0. A cost is a number of at least 0.",
     "--cost-send inf": "--cost-send: inf. A cost is a number of at least 0.",
-    "--cost-i 1,2": "--cost-i: 2 numbers for 4 stages. Give one number, or one for each stage.",
+    "--cost-i 1,2,3": "--cost-i: 3 numbers for 4 stages. Give one number, or one for each stage.",
     "--file none.csv": "--file none.csv: no such file. python -m dtengine.schedule --name 1f1b --csv none.csv writes one.",
     "--file there.csv --chunks 2": "--file there.csv: --chunks and --microbatches follow from the table. Leave them out.",
     "--file .": ".: a table is a regular file of at most 16 MiB.",

@@ -73,6 +73,6 @@ def test_traces_of_ranks_become_one() -> None:
 
     whole = merged([trace(5_000, 10.0), trace(3_000, 20.0)])
     ran = [(e["pid"], e["ts"]) for e in whole["traceEvents"] if e["name"] == "2F0"]
-    assert ran == [(0, 12.0), (1, 20.0)] and whole["baseTimeNanoseconds"] == 3_000
+    assert ran == [(0, 0.0), (1, 8.0)] and whole["baseTimeNanoseconds"] == 3_000
     names = [e["args"]["name"] for e in whole["traceEvents"] if e["name"] == "process_name"]
     assert names == ["rank 0", "rank 1"] and all(e["name"] != "PyTorch Profiler" for e in whole["traceEvents"])
