@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness import count_memory, failing, live_bytes, on_ranks, peak_bytes, storage_bytes, table
-from benchmarks.rows import ROWS, Work, check_compiler, rows_text, sizes_of
+from benchmarks.rows import ROWS, Compared, Work, check_compiler, rows_text, sizes_of
 
 SIDES = ("peer", "dtengine")
 HEADER = ("peer", "dtengine", "mesh", "width", "side", "state MB", "kept MB", "rise MB", "peak MB", "ratio")
 
 
-def measure(work: Work, side: str, steps: int) -> list[dict[str, int]]:
+def measure(work: Compared, side: str, steps: int) -> list[dict[str, int]]:
     """Measure one side; run by every rank.
 
     Args:

@@ -18,7 +18,7 @@ import time
 import torch.distributed as dist
 
 from benchmarks.harness import RunStep, compare, failing, on_ranks, profile_beside, table
-from benchmarks.rows import ROWS, TOLERANCE, Work, check_compiler, rows_text, sizes_of
+from benchmarks.rows import ROWS, TOLERANCE, Compared, Work, check_compiler, rows_text, sizes_of
 
 HEADER = (
     *("peer", "dtengine", "mesh", "width", "peer ms", "dtengine ms", "ratio", "spread", "loss difference"),
@@ -26,7 +26,7 @@ HEADER = (
 )
 
 
-def measure(work: Work, pairs: int, tune_steps: int, profiled: bool) -> dict | str:
+def measure(work: Compared, pairs: int, tune_steps: int, profiled: bool) -> dict | str:
     """Compare dtengine with one peer; run by every rank.
 
     Args:
@@ -47,7 +47,7 @@ def measure(work: Work, pairs: int, tune_steps: int, profiled: bool) -> dict | s
     theirs, ours = sides
     if profiled:
         return profile_beside(theirs, ours)
-    result = compare(theirs, ours, pairs, tolerance=TOLERANCE[work.row.dtype])
+    result = compare(theirs, ours, pairs, tolerance=TOLERANCE[work.dtype])
     return {
         "peer_ms": result.peer_ms, "dtengine_ms": result.ours_ms, "ratio": result.ratio, "spread": result.spread,
         "loss_difference": result.loss_difference, "peer_first_s": first[0], "dtengine_first_s": first[1],

@@ -244,6 +244,20 @@ def clip_norm(parameters: list[nn.Parameter]) -> None:
         clip_grads_with_norm_(group, CLIP, norm, foreach=True)
 
 
+def decay_groups(parameters: Sequence[nn.Parameter]) -> list[dict]:
+    """Return AdamW's groups: matrices decay, vectors do not."""
+    return [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": DECAY},
+        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+    ]
+
+
+def tensors_of(parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """List this rank's parts of parameters, gradients and optimizer state."""
+    slots = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+    return [local(t) for t in (*parameters, *(p.grad for p in parameters if p.grad is not None), *slots)]
+
+
 def peer_side(
     model: nn.Module, batches: Sequence[Batch], *, zero: bool = False, autocast: bool = False, split_loss: bool = False
 ) -> Side:
@@ -258,10 +272,7 @@ def peer_side(
     """
     # 1. optimizer; 2. one step; 3. what it holds
     parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": DECAY},
-        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
-    ]
+    groups = decay_groups(parameters)
     if zero:
         from torch.distributed.optim import ZeroRedundancyOptimizer  # importing it warns that torch.jit is deprecated
 
@@ -286,10 +297,5 @@ def peer_side(
         optimizer.step()
         return total.item()
 
-    def tensors() -> list[Tensor]:
-        inner = getattr(optimizer, "optim", optimizer)  # what ZeroRedundancyOptimizer shards
-        slots = [v for state in inner.state.values() for v in state.values() if isinstance(v, Tensor)]
-        found = [*parameters, *(p.grad for p in parameters if p.grad is not None), *slots]
-        return [local(t) for t in found]
-
-    return Side(run, tensors)
+    inner = getattr(optimizer, "optim", optimizer)  # what ZeroRedundancyOptimizer shards
+    return Side(run, lambda: tensors_of(parameters, inner))

@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from os import environ
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -139,11 +139,15 @@ def rows_text(peers: Sequence[str] = tuple(ROWS)) -> str:
 
 def check_compiler(peers: list[str]) -> None:
     """Raise ValueError where a row needs a C++ compiler and there is none."""
+    require_compiler("--peers", [peer for peer in peers if ROWS[peer].wrapped.get("compiled")])
+
+
+def require_compiler(option: str, needing: Sequence[str]) -> None:
+    """Raise ValueError where some rows need a C++ compiler and there is none; ``option`` is what chooses them."""
     compiler = environ.get("CXX", "g++")
-    needing = [peer for peer in peers if ROWS[peer].wrapped.get("compiled")]
     if needing and shutil.which(compiler) is None:
         raise ValueError(
-            f"--peers {' '.join(needing)}: Inductor needs a C++ compiler, and {compiler} is not there. Install one, set "
+            f"{option} {' '.join(needing)}: Inductor needs a C++ compiler, and {compiler} is not there. Install one, set "
             "CXX, or leave the row out."
         )
 
@@ -155,6 +159,84 @@ def sizes_of(width: int, layers: int) -> ModelConfig:
         load_model("llama"), "llama", layers=layers, embed=width, heads=heads, mlp=-(-width // 6) * 16, vocab=256,
         seq=128,
     )  # fmt: skip
+
+
+def draw_batches(config: ModelConfig, sequences: int, shape: BatchShape, coordinate: int) -> list[Batch]:
+    """Draw the microbatches of a data-parallel coordinate; equal on all ranks that share it."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, config.vocab, (sequences, config.seq + 1), generator=generator)
+    found = []
+    for rows in map(torch.from_numpy, rows_of(shape, coordinate)):
+        mine, weights = tokens[rows], torch.ones(len(rows), config.seq)
+        found.append(Batch(mine[:, :-1].contiguous(), mine[:, 1:].contiguous(), weights, rows))
+    return found
+
+
+def draw_weights(config: ModelConfig, sizes: Mapping[str, int]) -> dict[str, Tensor]:
+    """Draw dtengine's initial parameters on a mesh without pipeline, whole and in float32 whatever a row computes in."""
+    mesh = build_mesh(sizes)
+    plan = make_plan("ddp", mesh.sizes, config.axis_sizes)
+    step = make_step(load_model("llama"), config, plan, mesh, adamw(), StepConfig(1, config.seq), lambda number: LR)
+    state = init_state(step)
+    return dict(zip(state.params, gather(list(state.params.values()), mesh), strict=True))
+
+
+def fastest(
+    build: Callable[[Mapping[str, Any]], Side], candidates: Sequence[Mapping[str, Any]], steps: int
+) -> Mapping[str, Any]:
+    """Return the candidate whose step is the fastest, the same on all ranks.
+
+    Args:
+        build: makes the peer's side of a candidate.
+        candidates: the first is the default.
+        steps: timed steps of each, after two that are not timed; 0 takes the default.
+    """
+    if len(candidates) == 1 or steps == 0:
+        return candidates[0]
+    runs = [build(one).run for one in candidates]
+    for run in runs * 2:
+        run()
+    seconds = time_in_turn(runs, steps)
+    return candidates[int(seconds.median(0).values.argmin())]
+
+
+class Compared(Protocol):
+    """Both sides of a comparison; its methods run on the ranks.
+
+    Attributes:
+        ranks: of both sides.
+        dtype: what both compute in.
+    """
+
+    @property
+    def ranks(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def coordinate(self, rank: int) -> int:
+        """Return a rank's data-parallel coordinate."""
+        ...
+
+    def batches(self, coordinate: int) -> list[Batch]:
+        """Draw the microbatches of a coordinate."""
+        ...
+
+    def weights(self) -> dict[str, Tensor]:
+        """Draw the initial parameters, whole."""
+        ...
+
+    def ours(self, batches: list[Batch]) -> Side:
+        """Build dtengine's side."""
+        ...
+
+    def theirs(self, batches: list[Batch], weights: dict[str, Tensor], chosen: Mapping[str, Any] | None = None) -> Side:
+        """Build the peer's side; ``chosen`` is one of its candidates."""
+        ...
+
+    def tune(self, batches: list[Batch], weights: dict[str, Tensor], steps: int) -> Mapping[str, Any]:
+        """Return the fastest of the peer's candidates; see ``fastest``."""
+        ...
 
 
 class Work(NamedTuple):
@@ -191,25 +273,20 @@ class Work(NamedTuple):
             )
         return self.sequences // parts
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What both sides compute in."""
+        return self.row.dtype
+
     def batches(self, coordinate: int) -> list[Batch]:
         """Draw the microbatches of a data-parallel coordinate; equal on all ranks that share it."""
-        generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(0, self.config.vocab, (self.sequences, self.config.seq + 1), generator=generator)
         parts = self.ranks if self.row.axis == "dp" else 1
-        found = []
-        for rows in map(torch.from_numpy, rows_of(BatchShape(parts, self.row.microbatches, self.share()), coordinate)):
-            mine = tokens[rows]
-            weights = torch.ones(self.share(), self.config.seq)
-            found.append(Batch(mine[:, :-1].contiguous(), mine[:, 1:].contiguous(), weights, rows))
-        return found
+        shape = BatchShape(parts, self.row.microbatches, self.share())
+        return draw_batches(self.config, self.sequences, shape, coordinate)
 
     def weights(self) -> dict[str, Tensor]:
         """Draw dtengine's initial parameters, whole and in float32 whatever the row computes in."""
-        mesh = build_mesh(self.row.mesh(self.ranks))
-        plan = make_plan("ddp", mesh.sizes, self.config.axis_sizes)
-        config = StepConfig(self.share(), self.config.seq)
-        state = init_state(make_step(load_model("llama"), self.config, plan, mesh, adamw(), config, lambda number: LR))
-        return dict(zip(state.params, gather(list(state.params.values()), mesh), strict=True))
+        return draw_weights(self.config, self.row.mesh(self.ranks))
 
     def ours(self, batches: list[Batch]) -> Side:
         """Build dtengine's side."""
@@ -242,19 +319,8 @@ class Work(NamedTuple):
         return peer_side(model, batches, **row.stepped)
 
     def tune(self, batches: list[Batch], weights: dict[str, Tensor], steps: int) -> Mapping[str, Any]:
-        """Return the fastest of the peer's candidates, the same on all ranks.
-
-        Args:
-            steps: timed steps of each, after two that are not timed; 0 takes the default.
-        """
-        candidates = self.row.candidates
-        if len(candidates) == 1 or steps == 0:
-            return candidates[0]
-        runs = [self.theirs(batches, weights, one).run for one in candidates]
-        for run in runs * 2:
-            run()
-        seconds = time_in_turn(runs, steps)
-        return candidates[int(seconds.median(0).values.argmin())]
+        """Return the fastest of the peer's candidates, the same on all ranks; see ``fastest``."""
+        return fastest(lambda one: self.theirs(batches, weights, one), self.row.candidates, steps)
 
     def coordinate(self, rank: int) -> int:
         """Return a rank's data-parallel coordinate."""

@@ -27,7 +27,7 @@ def rows_of(done: subprocess.CompletedProcess[str]) -> list[dict]:
     assert done.returncode == 0, done.stderr
     *table, last = done.stdout.splitlines()
     rows = json.loads(last)["rows"]
-    assert table[0].split()[0] in ("peer", "mesh")
+    assert table[0].split()[0] in ("peer", "mesh", "schedule")
     return rows
 
 
@@ -164,3 +164,34 @@ def test_bench_scaling() -> None:
     for row in rows:
         useful = 2 if row["work"] == "strong" else 1
         assert abs(row["efficiency"] - row["one_rank_ms"] / useful / row["all_ranks_ms"]) < 1e-9
+
+
+def test_bench_pipeline() -> None:
+    """bench_pipeline runs torch's stages as dtengine cuts and places them: in a row, and in a V with split backwards."""
+    few = ["--widths", "32", "--layers", "4", "--sequences", "4", "--microbatches", "4", "--pairs", "1", "--tune", "0"]
+    rows = rows_of(run("-m", "benchmarks.bench_pipeline", *few, "--schedules", "1f1b", "zbv", "--json"))
+    assert [(row["schedule"], row["peer"]) for row in rows] == [
+        ("1f1b", "Schedule1F1B"),
+        ("zbv", "ScheduleZBVZeroBubble"),
+    ]
+    for row in rows:
+        assert min(row[name] for name in ("peer_ms", "dtengine_ms", "ratio", "peer_peak", "dtengine_peak")) > 0
+        assert row["loss_difference"] <= TOLERANCE[torch.float32]
+        for side in ("peer", "dtengine"):
+            assert row[f"{side}_peak"] == max(one["peak"] for one in row[f"{side}_bytes"])
+
+
+def test_bench_pipeline_shows_what_fails() -> None:
+    """A row that fails has its error in the table; unequal microbatches and empty stages are refused before any starts."""
+    few = ["--widths", "32", "--layers", "4", "--schedules", "interleaved-zb", "--only", "time", "--json"]
+    done = run("-m", "benchmarks.bench_pipeline", *few, "--sequences", "5", "--microbatches", "5")
+    assert done.returncode == 1
+    (row,) = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert "ValueError: Zero bubble requires the number of microbatches" in row["error"]
+    assert "Zero bubble requires" in done.stdout.splitlines()[2]
+    done = run("-m", "benchmarks.bench_pipeline", "--sequences", "6", "--microbatches", "4")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.endswith("--sequences 6: --microbatches 4 must be equal parts of it. Use a multiple of 4.\n")
+    done = run("-m", "benchmarks.bench_pipeline", "--layers", "2", "--schedules", "zbv")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "schedule zbv has 4 stages" in done.stderr
