@@ -8,6 +8,9 @@ gradients of all stages clipped by global norm 1, fp32. The loss is the mean ove
 share it with the ranks that lack the last stage by the all-reduce that sums the norm, within the step. Losses are compared
 before anything is timed. The model is bench_step's, on gloo ranks of one thread and one core each.
 
+Then dtengine's steps run alone with a mark at the begin and end of each action. What the marks say of F, I, W and
+transfers goes into the simulator: its time, and its bubble, stand beside those of the marks.
+
 Bytes are measured in processes of their own, each side alone: the most on any rank that a step holds beyond the initial
 weights that both were given, the state that lives between steps included (as bench_memory's peak).
 
@@ -23,16 +26,30 @@ from typing import Any
 
 from benchmarks import bench_memory, bench_step
 from benchmarks.harness import failing, on_ranks, table
-from benchmarks.pipelines import PIPELINES, PipelineWork, pipelines_text, work_of
+from benchmarks.pipelines import PIPELINES, PipelineWork, pipelines_text, simulated, work_of
 from dtengine.launch import RankFailed
 
 HEADER = (
     *("schedule", "peer", "width", "peer ms", "dtengine ms", "ratio", "spread", "loss difference"),
-    *("peer first s", "dtengine first s", "peer MB", "dtengine MB", "MB ratio", "peer tuned, or error"),
+    *(
+        "peer first s",
+        "dtengine first s",
+        "actions ms",
+        "simulated",
+        "ratio",
+        "bubble",
+        "simulated",
+        "peer MB",
+        "dtengine MB",
+        "MB ratio",
+        "peer tuned, or error",
+    ),
 )
 CELLS = {
     "peer_ms": ".1f", "dtengine_ms": ".1f", "ratio": ".3f", "spread": ".3f", "loss_difference": ".1e",
-    "peer_first_s": ".1f", "dtengine_first_s": ".1f", "peer_peak": "MB", "dtengine_peak": "MB", "peak_ratio": ".3f",
+    "peer_first_s": ".1f", "dtengine_first_s": ".1f", "actions_ms": ".1f", "simulated_ms": ".1f",
+    "simulated_ratio": ".3f", "bubble": ".3f", "simulated_bubble": ".3f",
+    "peer_peak": "MB", "dtengine_peak": "MB", "peak_ratio": ".3f",
 }  # fmt: skip
 WARM_UP = 3  # steps before the one whose bytes are measured
 
@@ -51,6 +68,8 @@ def measure(work: PipelineWork, pairs: int, tune_steps: int, timed: bool, counte
     try:
         if timed:
             result |= on_ranks(bench_step.measure, (work, pairs, tune_steps, False), work.ranks)
+            result |= on_ranks(simulated, (work, pairs), work.ranks)
+            result["simulated_ratio"] = result["simulated_ms"] / result["actions_ms"]
         if counted:
             for side in bench_memory.SIDES:
                 ranks = on_ranks(bench_memory.measure, (work, side, WARM_UP), work.ranks)

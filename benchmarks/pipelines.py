@@ -3,6 +3,7 @@
 Of both schedules' two ranks each has one stage, or two; microbatches, initial weights and the optimizer are the same.
 """
 
+import statistics
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from types import MappingProxyType
@@ -40,7 +41,10 @@ from dtengine.options import (
     ProgramOptions,
     StepOptions,
 )
-from dtengine.step import init_state
+from dtengine.pipeline.simulate import simulate
+from dtengine.pipeline.step import PipelineStep
+from dtengine.pipeline.timeline import costs_of
+from dtengine.step import Step, init_state
 
 RANKS = 2
 MESH = f"pp={RANKS}"
@@ -162,8 +166,7 @@ class PipelineWork(NamedTuple):
 
     def ours(self, batches: list[Batch]) -> Side:
         """Build dtengine's side."""
-        setup = self.setup()
-        step = setup.bind(build_mesh(parse_mesh(MESH)), adamw(weight_decay=DECAY), lambda number: LR)
+        step = self.step()
         state = init_state(step)
         step.prepare()
         count = float(self.sequences * self.config.seq)
@@ -178,6 +181,10 @@ class PipelineWork(NamedTuple):
             return [local(t) for t in (*state.params.values(), *slots)]
 
         return Side(run, tensors)
+
+    def step(self) -> Step:
+        """Build dtengine's step."""
+        return self.setup().bind(build_mesh(parse_mesh(MESH)), adamw(weight_decay=DECAY), lambda number: LR)
 
     def theirs(self, batches: list[Batch], weights: dict[str, Tensor], chosen: Mapping[str, Any] | None = None) -> Side:
         """Build the peer's side; ``chosen`` is one of the row's candidates."""
@@ -201,6 +208,34 @@ class PipelineWork(NamedTuple):
     def tune(self, batches: list[Batch], weights: dict[str, Tensor], steps: int) -> Mapping[str, Any]:
         """Return the fastest of the peer's candidates, the same on all ranks; see ``rows.fastest``."""
         return fastest(lambda one: self.theirs(batches, weights, one), self.row.candidates, steps)
+
+
+def simulated(work: PipelineWork, steps: int) -> dict[str, float]:
+    """Time the actions of dtengine's steps on two ranks, and simulate the schedule with the costs that they had.
+
+    Args:
+        work: the row at its size.
+        steps: that are timed, after three that are not.
+
+    Returns:
+        actions_ms: from the first action's start to the last one's end, median of the steps; simulated_ms; and bubble,
+        simulated_bubble: share of the rank that waits most.
+    """
+    step, batches = work.step(), work.batches(0)
+    assert isinstance(step, PipelineStep)
+    state, count = init_state(step), float(work.sequences * work.config.seq)
+    runs = []
+    for number in range(steps + 3):
+        dist.barrier()
+        state, _, seen = step.timed(state, batches, count)
+        runs += [seen] if number >= 3 else []
+    expected = simulate(step.schedule, costs_of(step.schedule, runs))
+    return {
+        "actions_ms": 1e3 * statistics.median(one.makespan for one in runs),
+        "simulated_ms": 1e3 * expected.makespan,
+        "bubble": statistics.median(one.bubble_share for one in runs),
+        "simulated_bubble": expected.bubble_share,
+    }
 
 
 def work_of(name: str, width: int, layers: int, sequences: int, microbatches: int) -> PipelineWork:
