@@ -22,9 +22,10 @@ from dtengine.options import OptimizerOptions, PipelineOptions, StepOptions, Tra
 from dtengine.parts import parts_of
 from dtengine.passes import PASSES
 from dtengine.pipeline.actions import Schedule
-from dtengine.pipeline.check import read_schedule, read_table
+from dtengine.pipeline.check import MOST_ACTIONS, read_schedule, read_table
+from dtengine.pipeline.grid import ScheduleError
 from dtengine.pipeline.partition import cut, deal, parse_layers
-from dtengine.pipeline.schedules import SCHEDULES, make
+from dtengine.pipeline.schedules import FIXED_CHUNKS, SCHEDULES, make
 from dtengine.pipeline.search import auto
 from dtengine.pipeline.simulate import Costs
 from dtengine.pipeline.step import cut_into_stages
@@ -107,6 +108,10 @@ def resolve(options: StepOptions, **defaults: Any) -> Setup:
         plan.params.check(leaf.names)
     passes, stages = batch.microbatches, sizes.get("pp", 1)
     usual = defaults.get("global_batch", 32)
+    if stages > 1 and options.pipeline.schedule.endswith(".csv") and options.pipeline.chunks is not None:
+        raise ValueError(
+            f"--chunks {options.pipeline.chunks}: the table of --schedule {options.pipeline.schedule} says it. Leave it out."
+        )
     if stages > 1 and passes is None and batch.microbatch is None:
         passes = _passes(options.pipeline, stages, (batch.global_batch or usual) // plan.coordinates)
     global_batch, shape = solve_batch(plan.coordinates, batch.global_batch, batch.microbatch, passes, usual)
@@ -199,7 +204,12 @@ def _table(path: str, num_ranks: int) -> Schedule:
         text = read_table(path)
     except ValueError as error:
         raise ValueError(f"--schedule {error}") from None
-    return read_schedule(text, path, num_ranks)
+    try:
+        return read_schedule(text, path, num_ranks)
+    except ScheduleError:
+        raise
+    except ValueError as error:
+        raise ValueError(f"--schedule {error}") from None
 
 
 def _stages(
@@ -211,6 +221,12 @@ def _stages(
     """
     if num_ranks == 1:
         return None, ()
+    chunks = FIXED_CHUNKS.get(options.schedule, options.chunks or 2)
+    if (count := 3 * num_ranks * chunks * microbatches) > MOST_ACTIONS:
+        raise ValueError(
+            f"--mesh pp={num_ranks}, --microbatches {microbatches}, --chunks {chunks}: {count:,} actions of a schedule. At "
+            f"most {MOST_ACTIONS:,} are planned. Take fewer microbatches, or fewer stages a rank."
+        )
     if options.schedule.endswith(".csv"):
         schedule = _table(options.schedule, num_ranks)
         if schedule.num_microbatches != microbatches:

@@ -11,6 +11,7 @@ import torch
 from dtengine import checkpoint, config, monitor
 from dtengine.config import Setup
 from dtengine.corpus import Corpus, load_corpus
+from dtengine.mesh import parse_mesh
 from dtengine.model import buffers, parameters
 from dtengine.options import TrainOptions, from_json, parse, to_json
 from dtengine.rates import LearningRate, scale_peak
@@ -75,6 +76,11 @@ def read_options(arguments: Sequence[str]) -> tuple[TrainOptions, str]:
     except (OSError, ValueError) as error:
         raise ValueError(f"--run-dir {options.run.run_dir}: {stored_path} cannot be read: {error}") from error
     options = parse(TrainOptions, "train", arguments, default=stored)
+    cut = [(one.pipeline.schedule, parse_mesh(one.mesh.mesh).get("pp", 1)) for one in (stored, options)]
+    if cut[0] != cut[1]:  # stages of the resumed run's schedule and ranks fit no others
+        typed = {word.partition("=")[0].replace("-", "_") for word in arguments}
+        own = {name: None for name in ("chunks", "stage_layers") if f"__{name}" not in typed}
+        options = replace(options, pipeline=replace(options.pipeline, **own))
     before, now = asdict(stored), asdict(_absolute(options))
     changed = [
         f"--{key.replace('_', '-')} {before[group][key]} to {value}"
@@ -90,7 +96,9 @@ def _absolute(options: TrainOptions) -> TrainOptions:
     path, colon, value = options.model.model.rpartition(":") if ":" in options.model.model else ("", "", "")
     model = replace(options.model, model=f"{Path(path).resolve()}{colon}{value}") if colon else options.model
     data = replace(options.data, data=tuple(str(Path(one).resolve()) for one in options.data.data))
-    return replace(options, model=model, data=data)
+    own = options.pipeline.schedule.endswith(".csv")
+    schedule = str(Path(options.pipeline.schedule).resolve()) if own else options.pipeline.schedule
+    return replace(options, model=model, data=data, pipeline=replace(options.pipeline, schedule=schedule))
 
 
 def prepare(options: TrainOptions, changed: str, owner: bool) -> Job:
@@ -138,6 +146,10 @@ def find_checkpoint(job: Job) -> Job:
     if resumed is None:
         return job
     manifest = checkpoint.read_manifest(resumed)
+    if (traced := job.options.run.trace_step) is not None and traced <= manifest.step:
+        raise ValueError(
+            f"--trace-step {traced}: the run goes on at step {manifest.step + 1}. Name that or a later one."
+        )
     order = ("data", "seq", "seed")
     if [manifest.facts.get(name) for name in order] != [facts(job, 0)[name] for name in order]:
         raise ValueError(
@@ -218,7 +230,7 @@ def open_folder(job: Job) -> None:
     """Make the run's folder, write the resolved options, move damaged checkpoints out of the way."""
     job.folder.mkdir(parents=True, exist_ok=True)
     stored = _absolute(job.options)
-    stored = replace(stored, run=replace(stored.run, run_dir=str(job.folder), resume=False))
+    stored = replace(stored, run=replace(stored.run, run_dir=str(job.folder), resume=False, trace_step=None))
     path = job.folder / "config.json"
     try:
         path.open("x").close()  # of two new runs that start at once, one takes the folder

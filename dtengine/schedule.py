@@ -17,7 +17,7 @@ from typing import Any
 
 from dtengine.options import fail, parse
 from dtengine.pipeline.actions import COMPUTE, Cell, Schedule, parse_csv
-from dtengine.pipeline.check import read_schedule, read_table
+from dtengine.pipeline.check import MOST_ACTIONS, read_schedule, read_table
 from dtengine.pipeline.grid import ScheduleError
 from dtengine.pipeline.picture import chrome_trace, png, svg
 from dtengine.pipeline.schedules import FIXED_CHUNKS, SCHEDULES, make
@@ -26,7 +26,6 @@ from dtengine.pipeline.simulate import Cost, Costs, Simulation, simulate
 from dtengine.schedule_report import Row, show, show_all
 
 MOST_COST = 1e9
-MOST_ACTIONS = 300_000  # a simulation of so many takes 2 s
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,7 @@ def check_options(options: ScheduleOptions) -> None:
             )
         if name == "picture" and path.suffix not in (".svg", ".png"):
             raise ValueError(f"--picture {value}: a picture is SVG or PNG. End its name in .svg or .png.")
-    if len({value for _, value in outputs}) < len(outputs):
+    if len({os.path.abspath(value) for _, value in outputs}) < len(outputs):
         raise ValueError(f"--{' --'.join(name for name, _ in outputs)}: one file for two outputs. Name them apart.")
 
 
@@ -175,7 +174,12 @@ def make_or_read(options: ScheduleOptions, costs: Costs) -> Schedule:
     ranks, microbatches = options.pp or 4, options.microbatches or 8
     if options.file:
         text = read(options.file)
-        return read_schedule(text, options.file, options.pp or len(lines_of(text, options.file)))
+        try:
+            return read_schedule(text, options.file, options.pp or len(lines_of(text, options.file)))
+        except ScheduleError:
+            raise
+        except ValueError as error:
+            raise ValueError(f"--file {error}") from None
     if options.name != "auto":
         return make(options.name or "1f1b", ranks, microbatches, options.chunks)
     lengths = [len(cost) for cost in (costs.f, costs.i, costs.w, costs.send) if isinstance(cost, tuple)]

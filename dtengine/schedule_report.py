@@ -46,7 +46,8 @@ class Row(NamedTuple):
     @property
     def published_bubble(self) -> float | None:
         """Bubble by its formula, where that holds."""
-        return self.published.bubble(self.setting) if self.published and self.setting else None
+        enough = self.schedule.num_microbatches >= 2 * self.schedule.num_ranks
+        return self.published.bubble(self.setting) if self.published and self.setting and enough else None
 
     @property
     def published_live(self) -> float | None:

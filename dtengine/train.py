@@ -202,7 +202,8 @@ def steps(job: Job, step: Step, state: State, mesh: Mesh, device: torch.device, 
     memory = memory_of_ranks(step, mesh) if options.run.memory_report else []
     if watch is not None:
         watch.traced(seconds, step, memory)
-    timed, runs = range(start + 3, min(start + 6, last)), []  # after programs have run and memory was measured
+    usual = [number for number in range(start + 2, last) if number + 1 != options.run.trace_step]
+    weighed, timed, runs = usual[:1], usual[1:4], []  # after programs have run; each looks at a step of its own
     with Loader(read, start) as loader:
         for number in range(start, last):
             began = time.perf_counter()
@@ -212,7 +213,7 @@ def steps(job: Job, step: Step, state: State, mesh: Mesh, device: torch.device, 
             if number + 1 == options.run.trace_step:
                 with traced_step(job.folder, number + 1, dist.get_rank(), device), step.marked():
                     state, metrics = step(state, batches, count)
-            elif watch is not None and memory and number == start + 2:
+            elif watch is not None and memory and number in weighed:
                 state, metrics, measured = step.measured(state, batches, count)
                 watch.measured(number + 1, measured, memory[0]["total"])
             elif isinstance(step, PipelineStep) and number in timed:

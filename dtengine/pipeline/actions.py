@@ -130,9 +130,9 @@ class Schedule:
         return tuple(stage for stage, r in enumerate(self.rank_of) if r == rank)
 
     def to_csv(self) -> str:
-        """Return the table: one line a rank."""
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows([str(cell) for cell in row] for row in self.ranks)
+        """Return the table: one line a rank; with its transfers where these were written by hand."""
+        text, rows = io.StringIO(), self.communication or self.ranks
+        csv.writer(text, lineterminator="\n").writerows([str(cell) for cell in row] for row in rows)
         return text.getvalue()
 
 
@@ -159,7 +159,11 @@ def parse_csv(text: str, name: str) -> list[list[Cell]]:
         ValueError: a cell that is no action; the message names the file, its line and its cell.
     """
     table: list[list[Cell]] = []
-    for number, row in enumerate(csv.reader(io.StringIO(text)), start=1):
+    try:
+        rows = list(csv.reader(io.StringIO(text)))
+    except csv.Error as error:
+        raise ValueError(f"{name}: no table of cells by comma ({error}).") from None
+    for number, row in enumerate(rows, start=1):
         cells = []
         for column, one in enumerate(row, start=1):
             try:

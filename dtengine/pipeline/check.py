@@ -46,7 +46,8 @@ def require_valid(schedule: Schedule) -> None:
         raise ScheduleError(schedule.name, schedule.ranks, faults)
 
 
-MOST_BYTES = 1 << 24  # of a table; one of 300,000 actions has 3 MB
+MOST_ACTIONS = 300_000  # of a schedule; a simulation of so many takes 2 s
+MOST_BYTES = 1 << 24  # of a table; one of so many actions has 3 MB
 
 
 def read_table(path: str) -> str:
@@ -60,7 +61,7 @@ def read_table(path: str) -> str:
     if not os.path.isfile(path) or os.path.getsize(path) > MOST_BYTES:
         raise ValueError(f"{path}: a table is a regular file of at most {MOST_BYTES >> 20} MiB.")
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             return file.read()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: cannot be read as text ({error}).") from None
@@ -83,13 +84,18 @@ def read_schedule(text: str, name: str, num_ranks: int) -> Schedule:
     table = parse_csv(text, name)
     while table and not any(table[-1]):
         table.pop()
+    count = sum(action.kind in COMPUTE for row in table for cell in row for action in cell)
+    if not count:
+        raise ValueError(
+            f"{name}: no F, B, I or W. A table has one line for each rank, cells by comma: 0F0,0F1,0B0,0B1."
+        )
+    if count > MOST_ACTIONS:
+        raise ValueError(f"{name}: {count:,} actions. A table has at most {MOST_ACTIONS:,}.")
     if len(table) != num_ranks:
         raise ValueError(
             f"{name}: {len(table)} lines, but {num_ranks} pipeline ranks. A table has one line for each rank. "
             f"Run it with {len(table)} pipeline ranks."
         )
-    if not any(cell for row in table for cell in row):
-        raise ValueError(f"{name}: no action. A table has one line for each rank, cells by comma: 0F0,0F1,0B0,0B1.")
     flat = [[(step, action) for step, cell in enumerate(row) for action in cell] for row in table]
     votes: dict[int, Counter[int]] = {}
     for rank, row in enumerate(flat):

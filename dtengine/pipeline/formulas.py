@@ -64,7 +64,7 @@ class Formula(NamedTuple):
     bubble_text: str
     bubble: Callable[[Setting], float | None]
     memory_text: str
-    memory: Callable[[Setting], float]
+    memory: Callable[[Setting], float | None]
     source: str
 
 
@@ -78,8 +78,8 @@ FORMULAS: dict[str, Formula] = {
     "interleaved": Formula(
         "(p-1)(f+i+w)",
         lambda s: (s.p - 1) * s.whole,
-        "pv + p-1",
-        lambda s: min(s.p * s.v + s.p - 1, s.m * s.v),
+        "pv + p-1 where p divides m",
+        lambda s: _where(s.m % s.p == 0, min(s.p * s.v + s.p - 1, s.m * s.v)),
         f"{MEGATRON}; {RECOMPUTE}",
     ),
     "loopedbfs": Formula("(p-1)(f+i+w)", lambda s: (s.p - 1) * s.whole, "mv", lambda s: s.m * s.v, BREADTH),
@@ -107,7 +107,7 @@ FORMULAS: dict[str, Formula] = {
     "v-half": Formula(
         "(p-1)(f+i+w) where f = i = w",
         lambda s: _where(s.equal, (s.p - 1) * s.whole),
-        "2 floor((p+2)/2)",
+        "2 floor((p+2)/2), at most",
         lambda s: 2 * min((s.p + 2) // 2, s.m),
         CONTROLLABLE,
     ),
@@ -119,7 +119,7 @@ FORMULAS: dict[str, Formula] = {
         CONTROLLABLE,
     ),
     "dualpipev": Formula(
-        "(p-1)(f+2i-w), with F and B one after the other in a pair",
+        "(p-1)(f+2i-w), at most, with F and B one after the other in a pair",
         lambda s: (s.p - 1) * (s.f + 2 * s.i - s.w),
         "2p+1",
         lambda s: min(2 * s.p + 1, 2 * s.m),

@@ -422,7 +422,8 @@ def test_hand_written_transfers_that_cross_are_refused():
             "0F0,1F0,0SEND_F0,1SEND_F0,1RECV_B0,1B0,0B0\n2RECV_F0,2F0,2B0,2SEND_B0\n",
             "schedule mine.csv, rank 0, step 2: 0SEND_F0: no other rank reads or makes that. Leave it out.",
         ),
-        ("\n\n", "mine.csv: 0 lines, but 2 pipeline ranks."),
+        ("\n\n", "mine.csv: no F, B, I or W."),
+        ("0F0," + "x" * 200_000 + "\n", "mine.csv: no table of cells by comma (field larger"),
     ],
 )
 def test_tables_that_are_refused(text, message):

@@ -463,6 +463,8 @@ def test_a_run_saves_resumes_and_samples(tmp_path: Path) -> None:
         ("--mesh pp=2 --schedule 1f1b --chunks 2", "--chunks 2: schedule 1f1b: 2 stages a rank. It has 1"),
         ("--mesh pp=2 --schedule mine.csv", "--schedule mine.csv: no such file"),
         ("--mesh pp=2 --schedule bad.csv --microbatches 2", "bad.csv"),
+        ("--mesh pp=2 --schedule bad.csv --chunks 2", "--chunks 2: the table of --schedule bad.csv says it"),
+        ("--mesh pp=2 --microbatches 300000 --global-batch 300000", "1,800,000 actions of a schedule. At most 300,000"),
     ],
 )
 def test_bad_options(tmp_path: Path, options: str, part: str) -> None:
@@ -471,6 +473,23 @@ def test_bad_options(tmp_path: Path, options: str, part: str) -> None:
     done = run(TRAIN, f"{QUICK} {options}", tmp_path)
     assert done.code == 2, done
     assert part in done.err and "Traceback" not in done.err, done
+
+
+def test_resume_takes_what_belongs_together(tmp_path: Path) -> None:
+    """A table is found from another folder; chunks and layers of the first run's stages do not bind another schedule; a
+    step to trace lies ahead."""
+    (tmp_path / "from").mkdir()
+    (tmp_path / "from" / "mine.csv").write_text(make("interleaved", 2, 2, 3).to_csv())
+    first = f"{QUICK} --mesh pp=2 --schedule mine.csv --stage-layers 1,1,1,1,0,0 --steps 2 --run-dir ../one"
+    assert run(TRAIN, first, tmp_path / "from").code == 0
+    done = run(TRAIN, "--run-dir one --resume --steps 3 --trace-step 3", tmp_path)
+    assert (done.code, done.err) == (0, ""), done
+    assert (tmp_path / "one" / "trace-step-3.json").exists()
+    done = run(TRAIN, "--run-dir one --resume --steps 4 --trace-step 3", tmp_path)
+    assert done.code == 2 and "--trace-step 3: the run goes on at step 4" in done.err
+    done = run(TRAIN, "--run-dir one --resume --steps 4 --schedule zbv", tmp_path)
+    assert (done.code, done.err) == (0, ""), done
+    assert "zbv, 4 stages" in done.out
 
 
 def test_own_table_runs(pool: Pool, tmp_path: Path) -> None:
