@@ -8,6 +8,7 @@ few steps of SGD (AdamW would hide constant factors) on the same random tokens. 
 the tolerance.
 """
 
+import hashlib
 import json
 import math
 import shlex
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -243,19 +245,41 @@ def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> tuple[float, str]:
 
 
 def compare(setup: Setup, options: OptimizerOptions, check: CheckOptions, mesh: Mesh, command: str) -> Report:
-    """Train both sides and compare; every rank returns the same report."""
+    """Train both sides and compare; every rank returns the same report.
+
+    The first rank trains the one device's side; all ranks first compare what the plan gave them, bit by bit.
+    """
     batch = random_batch(setup, check)
     ours, equal, collectives = train_plan(setup, options, batch, mesh)
-    theirs = train_one_device(setup, options, batch)
-    losses = [abs(a - b) / max(abs(b), 1e-3) for a, b in zip(ours.losses, theirs.losses, strict=True)]
-    loss = max(losses) if all(map(math.isfinite, losses)) else math.inf
-    grads, worst = difference(ours.grads, theirs.grads)
-    params, _ = difference(ours.params, theirs.params)
-    held = difference(ours.buffers, theirs.buffers)[0] if theirs.buffers else 0.0
-    norm = abs(ours.norm - theirs.norm) / max(abs(theirs.norm), 1e-300)
+    mine = torch.tensor([_digest(ours)], dtype=torch.int64)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    equal &= all(torch.equal(mine, theirs) for theirs in everyone)
+    names = list(parameters(setup.model.specs(setup.model_config)))
+    found = torch.zeros(6, dtype=torch.float64)
+    if dist.get_rank() == 0:
+        theirs = train_one_device(setup, options, batch)
+        losses = [abs(a - b) / max(abs(b), 1e-3) for a, b in zip(ours.losses, theirs.losses, strict=True)]
+        loss = max(losses) if all(map(math.isfinite, losses)) else math.inf
+        grads, worst = difference(ours.grads, theirs.grads)
+        params, _ = difference(ours.params, theirs.params)
+        held = difference(ours.buffers, theirs.buffers)[0] if theirs.buffers else 0.0
+        norm = abs(ours.norm - theirs.norm) / max(abs(theirs.norm), 1e-300)
+        found = torch.tensor([loss, grads, norm, params, held, names.index(worst)], dtype=torch.float64)
+    dist.broadcast(found, 0)
+    loss, grads, norm, params, held, worst = found.tolist()
     bound = tolerance_of(setup) if check.tolerance is None else check.tolerance
     ok = equal and all(value <= bound for value in (loss, grads, norm, params, held))
-    return Report(ok, loss, grads, worst, norm, params, held, equal, collectives, command)
+    return Report(ok, loss, grads, names[int(worst)], norm, params, held, equal, collectives, command)
+
+
+def _digest(trained: Trained) -> int:
+    """Return a number that differs where any bit does; 0.0 and -0.0 are one number."""
+    digest = hashlib.blake2b(repr((trained.losses, trained.norm)).encode(), digest_size=8)
+    for tensors in (trained.grads, trained.params, trained.buffers):
+        for name in sorted(tensors):
+            digest.update((tensors[name].detach() + 0.0).contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(digest.digest(), "little", signed=True)
 
 
 def _rank_main(setup: Setup, options: VerifyOptions, command: str, result: Path) -> None:

@@ -136,7 +136,7 @@ class Watch:
 
     def timed(self, step: int, schedule: Schedule, runs: Sequence[Simulation]) -> None:
         """Show and write what the actions of a pipeline took in some steps, and its bubble beside the simulator's."""
-        found = report(schedule, runs)
+        found = report(schedule, runs, self.job.setup.layers)
         self.progress.note(found.text)
         self.events.text("pipeline", found.markdown)
         self.events.scalars(step, bubble=found.bubble, bubble_simulated=found.simulated)

@@ -1,5 +1,6 @@
 """When ranks ran the actions of a real step, on one clock, and what that says of a schedule."""
 
+import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ from torch.profiler import record_function
 
 from dtengine.mesh import Pipe
 from dtengine.pipeline.actions import Action, Schedule, inputs, result
+from dtengine.pipeline.partition import deal
 from dtengine.pipeline.simulate import Costs, Event, Simulation, observed, simulate
 from dtengine.torch_private import all_gather_flat
 
@@ -77,28 +79,32 @@ def gather_times(timeline: Timeline, schedule: Schedule, pipe: Pipe, device: tor
 def costs_of(schedule: Schedule, runs: Sequence[Simulation]) -> Costs:
     """Return what actions cost in real steps, in seconds: medians of each stage.
 
-    A whole backward that never ran in halves counts as an input gradient. A transfer's time is what a rank waits for it
-    behind the end of the action that made it, where it waited for nothing else.
+    A whole backward that never ran in halves counts as an input gradient. What a rank does between two actions though the
+    second one's inputs are there (it posts messages) counts to each action. A transfer's time is what a rank waits for it
+    behind the end of the action that made it.
     """
     found: dict[tuple[str, int], list[float]] = {}
+    between: list[float] = []
+    rank_of = schedule.rank_of
     for one in runs:
-        last_end: dict[Action, float] = {}
+        ends = {result(event.action): event.end for row in one.events for event in row}
         for row in one.events:
+            free = -math.inf
             for event in row:
-                found.setdefault((event.action.kind, event.action.stage), []).append(event.end - event.start)
-                last_end[result(event.action)] = event.end
-        for row in one.events:
-            free = 0.0
-            for event in row:
-                for need in inputs(event.action, schedule.num_stages):
-                    source = schedule.rank_of[need.stage]
-                    others = [last_end[n] for n in inputs(event.action, schedule.num_stages) if n != need]
-                    if source != schedule.rank_of[event.action.stage] and last_end[need] >= max([free, *others]):
-                        found.setdefault(("send", need.stage), []).append(event.start - last_end[need])
-                free = event.end
+                (stage, kind, _), start, end = event
+                needs = [n for n in inputs(event.action, schedule.num_stages) if rank_of[n.stage] != rank_of[stage]]
+                late = max(((ends[n], n.stage) for n in needs), default=(-math.inf, 0))
+                found.setdefault((kind, stage), []).append(end - start)
+                if -math.inf < late[0] <= free or (not needs and free > -math.inf):
+                    between.append(start - free)
+                elif needs:
+                    found.setdefault(("send", late[1]), []).append(start - late[0])
+                free = end
+    more = statistics.median(between or [0.0])
 
     def middle(kind: str, stage: int) -> float:
-        return max(0.0, statistics.median(found.get((kind, stage), [0.0])))
+        seen = found.get((kind, stage))
+        return max(0.0, statistics.median(seen) + (0.0 if kind == "send" else more)) if seen else 0.0
 
     stages = range(schedule.num_stages)
     split = [("I", stage) in found for stage in stages]
@@ -122,8 +128,8 @@ class Report(NamedTuple):
     simulated: float
 
 
-def report(schedule: Schedule, runs: Sequence[Simulation]) -> Report:
-    """Sum up steps of a schedule."""
+def report(schedule: Schedule, runs: Sequence[Simulation], layers: Sequence[int]) -> Report:
+    """Sum up steps of a schedule whose stages have so many layers."""
     costs = costs_of(schedule, runs)
     table, expected = costs.per_stage(schedule.num_stages), simulate(schedule, costs)
     seconds = statistics.median(one.makespan for one in runs)
@@ -146,5 +152,19 @@ def report(schedule: Schedule, runs: Sequence[Simulation]) -> Report:
         words.append(f"--cost-{kind.lower()} {','.join(f'{1e3 * t:.3g}' for t in searched[kind])}")
     search = f"A schedule for these costs{'' if split else ', with B halved into I and W'}:\n\n    "
     search += " ".join([*words, "--csv mine.csv"])
-    markdown = "\n\n".join([text, "\n".join(lines), "Times in ms.", search]) + "\n"
+    better = dealt_by_time([f + b for f, b in zip(table["F"], table["B"], strict=True)], layers)
+    cut = f"Layers dealt by these times: --stage-layers {','.join(map(str, better))}" if better != tuple(layers) else ""
+    markdown = "\n\n".join([text, "\n".join(lines), "Times in ms.", search, cut]) + "\n"
     return Report(text, markdown, bubble, expected.bubble_share)
+
+
+def dealt_by_time(seconds: Sequence[float], layers: Sequence[int]) -> tuple[int, ...]:
+    """Deal layers anew by what stages took: a layer costs the median over stages, the ends what they took beyond that.
+
+    Args:
+        seconds: of each stage for a microbatch, forward and backward.
+        layers: that each has.
+    """
+    each = statistics.median([s / n for s, n in zip(seconds, layers, strict=True) if n] or [1.0])
+    first, last = (max(0.0, seconds[end] - each * layers[end]) for end in (0, -1))
+    return deal([each] * sum(layers), len(layers), first, last)

@@ -10,7 +10,7 @@ from dtengine.pipeline.actions import Action
 from dtengine.pipeline.communication import acknowledged, receiver, transfers
 from dtengine.pipeline.schedules import SCHEDULES, make
 from dtengine.pipeline.simulate import Costs, observed, simulate
-from dtengine.pipeline.timeline import costs_of
+from dtengine.pipeline.timeline import costs_of, dealt_by_time, report
 from dtengine.step_trace import merged
 
 COSTS = Costs(f=(2.0, 3.0, 1.0, 4.0), i=(2.0, 1.0, 3.0, 2.5), w=(1.0, 2.0, 0.5, 1.5), send=0.25)
@@ -76,3 +76,13 @@ def test_traces_of_ranks_become_one() -> None:
     assert ran == [(0, 0.0), (1, 8.0)] and whole["baseTimeNanoseconds"] == 3_000
     names = [e["args"]["name"] for e in whole["traceEvents"] if e["name"] == "process_name"]
     assert names == ["rank 0", "rank 1"] and all(e["name"] != "PyTorch Profiler" for e in whole["traceEvents"])
+
+
+def test_layers_are_dealt_by_measured_times() -> None:
+    """A head that takes as long as two layers gets two fewer, and the report says so, and how to search."""
+    assert dealt_by_time([4.0, 4.0, 4.0, 6.0], [4, 4, 4, 4]) == (5, 5, 5, 1)
+    schedule = make("zb-h1", 2, 4)
+    found = report(schedule, [simulate(schedule, Costs(f=(1.0, 2.0), i=(1.0, 2.0), w=(1.0, 2.0)))], [3, 3])
+    assert "--stage-layers 4,2" in found.markdown or "--stage-layers 5,1" in found.markdown
+    assert "--name auto --pp 2 --microbatches 4 --cost-f 1e+03,2e+03" in found.markdown
+    assert found.bubble == pytest.approx(found.simulated)
