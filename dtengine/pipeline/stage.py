@@ -29,15 +29,16 @@ class Stage:
         number: among all stages.
         microbatch: its parts and their functions.
         first, last: whether it has the embedding; the head and the loss.
-        after, before: whether the stage before, and the one after it, are on the same rank: x goes over as it is.
+        takes_whole, gives_whole: whether the stage before, and the one behind it, are on the same rank: x goes over as it
+            is, not in pieces.
     """
 
     number: int
     microbatch: Microbatch
     first: bool
     last: bool
-    after: bool = False
-    before: bool = False
+    takes_whole: bool = False
+    gives_whole: bool = False
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -56,11 +57,11 @@ class Stage:
 
     def enters(self, stream: Stream) -> Stream:
         """Return the form in which it takes x and gives its gradient."""
-        return Stream(stream.like) if self.first or self.after else stream
+        return Stream(stream.like) if self.first or self.takes_whole else stream
 
     def leaves(self, stream: Stream) -> Stream:
         """Return the form in which it gives x and takes its gradient."""
-        return Stream(stream.like) if self.last or self.before else stream
+        return Stream(stream.like) if self.last or self.gives_whole else stream
 
     def forward(
         self,

@@ -126,7 +126,7 @@ class PipelineStep(Step):
     @property
     def facts(self) -> tuple[Any, ...]:
         """See Step."""
-        stages = [(s.microbatch.order, s.first, s.last, s.after, s.before) for s in self.stages]
+        stages = [(s.microbatch.order, s.first, s.last, s.takes_whole, s.gives_whole) for s in self.stages]
         totals = (dict(self.totals.uses), self.totals.shared, self.totals.microbatch.reduce_dtype)
         return self.pipe.rank, self.pipe.size, stages, totals, self.updater.buckets
 
@@ -416,9 +416,9 @@ def cut_into_stages(step: Step, schedule: Schedule, layers: Sequence[int]) -> Pi
             seen.update(part.names)
         one = replace(step.microbatch, order=_order(parts))
         first, last = number == 0, number == len(layers) - 1
-        after = not first and schedule.rank_of[number - 1] == pipe.rank
-        before = not last and schedule.rank_of[number + 1] == pipe.rank
-        stages.append(Stage(number, one, first, last, after, before))
+        takes_whole = not first and schedule.rank_of[number - 1] == pipe.rank
+        gives_whole = not last and schedule.rank_of[number + 1] == pipe.rank
+        stages.append(Stage(number, one, first, last, takes_whole, gives_whole))
     buffers = {n for stage in stages for n in stage.buffers}
     own = replace(
         whole,

@@ -31,7 +31,7 @@ from test_equivalence import (
 )
 
 from benchmarks.peers import Llama
-from dtengine import checkpoint
+from dtengine import checkpoint, executors
 from dtengine.layout import PLANS
 from dtengine.memory import bytes_of, key_of
 from dtengine.mesh import build_mesh
@@ -328,6 +328,32 @@ def test_transfers_overlap_with_compute(pool: Pool) -> None:
     hidden = [(computed, waited) for _, _, computed, waited in found[1:] if computed > 0.001]
     assert hidden, found  # messages that travelled while this rank computed
     assert min(waited / computed for computed, waited in hidden) < 0.2, found
+
+
+def run_compiled(rank: int, options: VerifyOptions) -> dict[str, list[str]]:
+    """The compiled regions that each piece calls; Inductor itself is left out."""
+
+    def region(module: Any, nodes: Any, inputs: Any, results: Any) -> torch.nn.Module:
+        return torch.nn.Module()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executors, "compile_region", region)
+        step = step_of(options)[2]
+        assert isinstance(step, PipelineStep)
+        step.prepare()
+    (made,) = step.traced.values()
+    return {
+        kind: [str(n.target) for n in piece.program.graph.graph.nodes if n.op == "call_module"]
+        for kind, piece in made.pieces.items()
+    }
+
+
+def test_a_compiled_forward_runs_once(pool: Pool) -> None:
+    """A backward takes what the compiled forward of its blocks handed out, and calls none of them again."""
+    for called in pool.run(2, run_compiled, case(L, "pp=2", layers=4, microbatches=2, compile=True)):
+        assert len(called["F"]) == len(called["B"]) == 3  # two blocks, and embedding or head
+        assert all(name.startswith("forward") for name in called["F"])
+        assert all(name.startswith("backward") for name in called["B"])
 
 
 def run_cached(rank: int, options: VerifyOptions, folder: str) -> tuple[set[str], list[bytes]]:
