@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 
 import torch
@@ -26,6 +26,7 @@ from dtengine.logs import start_logging
 from dtengine.mesh import Mesh, build_mesh, check_world, num_ranks, parse_mesh
 from dtengine.options import TrainOptions, fail, to_json
 from dtengine.passes_report import report_passes
+from dtengine.pipeline.simulate import Simulation
 from dtengine.pipeline.step import PipelineStep
 from dtengine.sample import sample_text
 from dtengine.state import Metrics, State
@@ -202,27 +203,14 @@ def steps(job: Job, step: Step, state: State, mesh: Mesh, device: torch.device, 
     memory = memory_of_ranks(step, mesh) if options.run.memory_report else []
     if watch is not None:
         watch.traced(seconds, step, memory)
-    usual = [number for number in range(start + 2, last) if number + 1 != options.run.trace_step]
-    weighed, timed, runs = usual[:1], usual[1:4], []  # after programs have run; each looks at a step of its own
+    looks = CloserLooks(job, step, watch, start, memory[0]["total"] if memory else None)
     with Loader(read, start) as loader:
         for number in range(start, last):
             began = time.perf_counter()
             batches, waited = loader.next()
             if number == start:
                 check_same_tokens(token_checksum(batches), mesh, setup.plan)
-            if number + 1 == options.run.trace_step:
-                with traced_step(job.folder, number + 1, dist.get_rank(), device), step.marked():
-                    state, metrics = step(state, batches, count)
-            elif watch is not None and memory and number in weighed:
-                state, metrics, measured = step.measured(state, batches, count)
-                watch.measured(number + 1, measured, memory[0]["total"])
-            elif isinstance(step, PipelineStep) and number in timed:
-                state, metrics, seen = step.timed(state, batches, count)
-                runs.append(seen)
-                if watch is not None and number == timed[-1]:
-                    watch.timed(number + 1, step.schedule, runs)
-            else:
-                state, metrics = step(state, batches, count)
+            state, metrics = looks.take(number, state, batches, count)
             loss, norm = stop_if_not_finite(metrics, number, mesh, setup.plan)
             if watch is not None:
                 scale = None if metrics.scale is None else metrics.scale.item()
@@ -244,6 +232,45 @@ def steps(job: Job, step: Step, state: State, mesh: Mesh, device: torch.device, 
     if watch is not None:
         watch.finished(text)
     dist.barrier()  # the other ranks wait for the sample: a rank that leaves early looks like a failure
+
+
+class CloserLooks:
+    """Takes steps, and looks at some of them, each at one of its own: memory at the third, times of a pipeline at the three
+    that follow, and a trace of the one that was asked for.
+
+    Args:
+        job: of the run.
+        step: takes the steps.
+        watch: shows what is seen; None where the rank is not the first.
+        start: the first step, from 0.
+        estimate: bytes that the first rank holds; None where nothing is to be measured.
+    """
+
+    def __init__(self, job: Job, step: Step, watch: Watch | None, start: int, estimate: int | None) -> None:
+        self.job, self.step, self.watch, self.estimate = job, step, watch, estimate
+        self.traced, last = job.options.run.trace_step, job.options.optimizer.steps
+        usual = (number for number in range(start + 2, last) if number + 1 != self.traced)  # programs have run
+        found = list(islice(usual, 4))
+        self.weighed, self.timed = found[0] if found else None, found[1:]
+        self.runs: list[Simulation] = []
+
+    def take(self, number: int, state: State, batches: list, count: float) -> tuple[State, Metrics]:
+        """Take a step, numbered from 0; all ranks look at the same one."""
+        step, watch = self.step, self.watch
+        if number + 1 == self.traced:
+            with traced_step(self.job.folder, number + 1, dist.get_rank(), step.device), step.marked():
+                return step(state, batches, count)
+        if watch is not None and self.estimate is not None and number == self.weighed:
+            state, metrics, measured = step.measured(state, batches, count)
+            watch.measured(number + 1, measured, self.estimate)
+            return state, metrics
+        if isinstance(step, PipelineStep) and number in self.timed:
+            state, metrics, seen = step.timed(state, batches, count)
+            self.runs.append(seen)
+            if watch is not None and number == self.timed[-1]:
+                watch.timed(number + 1, step.schedule, self.runs)
+            return state, metrics
+        return step(state, batches, count)
 
 
 def memory_of_ranks(step: Step, mesh: Mesh) -> list[dict[str, int]]:
