@@ -251,7 +251,8 @@ class CloserLooks:
         self.traced, last = job.options.run.trace_step, job.options.optimizer.steps
         usual = (number for number in range(start + 2, last) if number + 1 != self.traced)  # programs have run
         found = list(islice(usual, 4))
-        self.weighed, self.timed = found[0] if found else None, found[1:]
+        self.weighed = found.pop(0) if found and estimate is not None else None
+        self.timed = found[:3]
         self.runs: list[Simulation] = []
 
     def take(self, number: int, state: State, batches: list, count: float) -> tuple[State, Metrics]:

@@ -349,9 +349,16 @@ def _bits(state: State) -> list[Tensor]:
     return [x.to_local().detach().clone().view(torch.int64) for x in tensors]
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("value", [math.nan, math.inf], ids=["nan", "inf"])
-@pytest.mark.parametrize(("mesh", "plan"), [("dp=2,tp=2", "fsdp"), ("rep=2,dp=2", "zero1"), ("dp=3", "ddp")])
+@pytest.mark.parametrize(
+    ("mesh", "plan", "value", "optimizer"),
+    [
+        ("dp=2,tp=2", "fsdp", math.nan, "adamw"),
+        ("dp=2,tp=2", "fsdp", math.inf, "sgd"),
+        ("rep=2,dp=2", "zero1", math.nan, "sgd"),
+        ("rep=2,dp=2", "zero1", math.inf, "adamw"),
+        ("dp=3", "ddp", math.nan, "adamw"),
+    ],
+)
 def test_c36_a_non_finite_loss_is_skipped_by_all(
     pool: Pool, mesh: str, plan: str, value: float, optimizer: str
 ) -> None:
@@ -368,9 +375,11 @@ def test_c36_a_non_finite_loss_is_skipped_by_all(
         assert changed[0] and changed[2]
 
 
-@pytest.mark.parametrize("order", ["1", "2", "inf"])
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=["nan", "inf"])
-@pytest.mark.parametrize(("mesh", "plan"), [("dp=4", "zero2"), ("dp=2,tp=2", "fsdp"), ("dp=4", "ddp")])
+@pytest.mark.parametrize(
+    ("mesh", "plan", "order"),
+    [("dp=4", "zero2", "1"), ("dp=4", "zero2", "inf"), ("dp=2,tp=2", "fsdp", "2"), ("dp=4", "ddp", "inf")],
+)
 def test_c36_a_non_finite_gradient_is_skipped_by_all(
     pool: Pool, mesh: str, plan: str, value: float, order: str
 ) -> None:

@@ -335,8 +335,9 @@ def test_any_plan_equals_one_device(pool: Pool, distribution: dict[str, Counter[
     for corner in CORNERS:
         check(parsed(corner))
     # Hypothesis likes to repeat parts of earlier examples: plans and ranks are dealt out, not drawn.
+    drawn = max(1, examples - len(CORNERS))
     for number, (plan, num_ranks) in enumerate(itertools.product(PLANS, RANKS)):
-        share = max(1, RANKS[num_ranks] * examples // (len(PLANS) * sum(RANKS.values())))
+        share = max(1, round(RANKS[num_ranks] * drawn / (len(PLANS) * sum(RANKS.values()))))
         some = settings(max_examples=share)(given(options=cases(plan, num_ranks))(check))
         if settings.default.derandomize:  # type: ignore[union-attr]
             some = seed(number)(some)  # else all would see the same examples

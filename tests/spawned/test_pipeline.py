@@ -409,7 +409,7 @@ def run_live(rank: int, options: VerifyOptions) -> tuple[list[int], int]:
     return counts, rank
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", ["gpipe", "interleaved", "zb-h2", "interleaved-zb", "zbv", "v-min", "dualpipev"])
 def test_as_much_is_alive_as_simulated(pool: Pool, name: str) -> None:
     """The most stage-microbatches that a rank holds in a real step are those that the simulator counts."""
     options = case(L, "pp=2", layers=4, microbatches=6, global_batch=6, schedule=name)

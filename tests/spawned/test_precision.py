@@ -54,9 +54,16 @@ def whole(state: State, mesh: Mesh) -> dict[str, Tensor]:
 # --- plans ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("mesh", ["dp=2", "dp=2,tp=2", "rep=2,dp=2"])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    ("plan", "mesh", "precision"),
+    [
+        *((plan, "dp=2", precision) for plan in PLANS for precision in ("bf16", "fp16")),
+        ("zero1", "dp=2,tp=2", "bf16"),
+        ("fsdp", "dp=2,tp=2", "fp16"),
+        ("zero2", "rep=2,dp=2", "bf16"),
+        ("ddp", "rep=2,dp=2", "fp16"),
+    ],
+)
 def test_plans_equal_one_device(pool: Pool, plan: str, mesh: str, precision: str) -> None:
     """Every plan in 16 bits equals one device in fp32 within what rounding explains, replicas bit-equal."""
     of = G if (plan in ("ddp", "zero2")) == (precision == "bf16") else L
@@ -111,7 +118,7 @@ def run_dtypes(rank: int, options: VerifyOptions) -> tuple[set[torch.dtype], set
     return {p.dtype for p in state.params.values()}, {p.dtype for p in state.master.values()}, slots, same
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp64"])
+@pytest.mark.parametrize("precision", ["bf16", "fp64"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_what_is_in_which_dtype(pool: Pool, plan: str, precision: str) -> None:
     """In 16 bits ddp, zero1 and zero2 store the compute dtype beside an fp32 master; fsdp's shards are fp32."""
@@ -329,7 +336,7 @@ def run_load(rank: int, options: VerifyOptions, path: Path) -> tuple[dict[str, T
 
 @pytest.mark.parametrize(
     ("writer", "mesh", "plan"),
-    [("fp16", "dp=2", "zero2"), ("bf16", "dp=2,tp=2", "fsdp"), ("fp32", "1", "ddp"), ("fp16", "dp=2,tp=2", "ddp")],
+    [("fp16", "dp=2", "zero2"), ("bf16", "dp=2,tp=2", "fsdp"), ("fp32", "1", "ddp")],
 )
 def test_c37_any_plan_and_precision_reads_any_checkpoint(
     pool: Pool, tmp_path: Path, writer: str, mesh: str, plan: str
