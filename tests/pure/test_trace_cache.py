@@ -193,7 +193,7 @@ def test_a_signed_entry_reaches_nothing_beyond_the_list(traced, cache, change):
 
 
 def test_signed_entries_that_are_broken_are_misses_and_never_errors(traced, cache):
-    """150 entries with random values put anywhere in their JSON, checksums fitting: a program or a miss, no exception."""
+    """100 entries with random values put anywhere in their JSON, checksums fitting: a program or a miss, no exception."""
     cache.save(KEY, traced.module, traced.mesh)
     good = (cache.folder / f"{KEY}.json").read_bytes()
     draw = random.Random(1)
@@ -227,11 +227,11 @@ def test_signed_entries_that_are_broken_are_misses_and_never_errors(traced, cach
             return
 
     found = []
-    for _ in range(150):
+    for _ in range(100):
         (cache.folder / f"{KEY}.json").write_bytes(good)
         resigned(cache, damage)
         found.append(traced.load(cache) is not None)
-    assert 0 < sum(found) < 110  # labels and shapes may change without notice; most damage may not
+    assert 0 < sum(found) < 75  # labels and shapes may change without notice; most damage may not
 
 
 def test_foreign_entries_are_misses(traced, cache, tmp_path):

@@ -384,7 +384,7 @@ def test_command_line_reproduces_the_example() -> None:
 def test_traced_and_eager_are_bit_equal(pool: Pool) -> None:
     """The untraced functions give the same bits as the program on the same mesh: losses, gradients, norm, parameters."""
 
-    @settings(max_examples=max(1, settings.default.max_examples // 16))  # type: ignore[union-attr]
+    @settings(max_examples=max(1, settings.default.max_examples // 32))  # type: ignore[union-attr]
     @given(options=cases())
     @example(parsed("--mesh 2x2 --microbatches 2 --dropout 0.1 --layers 1"))
     @example(parsed("--mesh rep=2,dp=2 --plan zero1 --model gpt --layers 1 --momentum 0.9"))

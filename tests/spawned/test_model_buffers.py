@@ -91,7 +91,7 @@ UNKNOWN, MISPLACED = (replace(mlp.MODEL, block=block) for block in (_unknown, _m
 
 @pytest.mark.parametrize(
     ("plan", "mesh"),
-    [(plan, mesh) for i, plan in enumerate(PLANS) for j, mesh in enumerate(MESHES) if (i + j) % 2 == 0],
+    [(plan, mesh) for i, plan in enumerate(PLANS) for j, mesh in enumerate(MESHES) if (i + j) % 4 == 0],
 )
 def test_statistics_are_of_the_global_microbatch(pool: Pool, plan: str, mesh: str) -> None:
     """Loss, raw gradients, parameters and buffers are one device's, which takes the same microbatches whole: with 1 to 3
@@ -104,8 +104,7 @@ def test_statistics_are_of_the_global_microbatch(pool: Pool, plan: str, mesh: st
     assert report.replicas_equal and report.buffers <= 1e-9
 
 
-@pytest.mark.parametrize("mesh", ["1", "2x2", "1x3"])
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(("mesh", "recompute"), [("1", "full"), ("2x2", "none"), ("2x2", "full"), ("1x3", "none")])
 def test_buffers_of_a_models_own(pool: Pool, recompute: str, mesh: str) -> None:
     """Buffers that a forward reads, that are split, that have no dims, that nothing changes."""
     given = {**RUN, "model": f"{HERE}:MODEL", "recompute": recompute}
