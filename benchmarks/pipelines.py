@@ -25,8 +25,8 @@ from torch.distributed.pipelining import (
 )
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from benchmarks.peers import ADAMW, CLIP, DECAY, LR, Llama, Side, copy_weights, decay_groups, local, tensors_of
-from benchmarks.rows import draw_batches, draw_weights, fastest, require_compiler, sizes_of
+from benchmarks.peers import ADAMW, CLIP, DECAY, LR, Llama, Side, copy_weights, decay_groups, tensors_of
+from benchmarks.rows import draw_batches, draw_weights, fastest, require_compiler, side_of, sizes_of
 from dtengine.config import Setup, resolve
 from dtengine.data import Batch
 from dtengine.mesh import build_mesh, parse_mesh
@@ -166,21 +166,7 @@ class PipelineWork(NamedTuple):
 
     def ours(self, batches: list[Batch]) -> Side:
         """Build dtengine's side."""
-        step = self.step()
-        state = init_state(step)
-        step.prepare()
-        count = float(self.sequences * self.config.seq)
-
-        def run() -> float:
-            nonlocal state
-            state, metrics = step(state, batches, count)
-            return metrics.loss.item()
-
-        def tensors() -> list[Tensor]:
-            slots = [slot for slots in state.slots.values() for slot in slots.values()]
-            return [local(t) for t in (*state.params.values(), *slots)]
-
-        return Side(run, tensors)
+        return side_of(self.step(), batches, float(self.sequences * self.config.seq))
 
     def step(self) -> Step:
         """Build dtengine's step."""

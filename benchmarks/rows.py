@@ -31,7 +31,7 @@ from dtengine.model import ModelConfig, configure, load_model
 from dtengine.optim import adamw
 from dtengine.shard import gather
 from dtengine.state import StepConfig
-from dtengine.step import init_state, make_step
+from dtengine.step import Step, init_state, make_step
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 BUCKETS = ({"bucket_mb": 25}, {"bucket_mb": 5}, {"bucket_mb": 100})  # DDP's default first
@@ -239,6 +239,23 @@ class Compared(Protocol):
         ...
 
 
+def side_of(step: Step, batches: list[Batch], count: float) -> Side:
+    """Return dtengine's side of a comparison: a step from its initial state, on so many counted tokens."""
+    state = init_state(step)
+    step.prepare()
+
+    def run() -> float:
+        nonlocal state
+        state, metrics = step(state, batches, count)
+        return metrics.loss.item()
+
+    def tensors() -> list[Tensor]:
+        slots = [slot for slots in state.slots.values() for slot in slots.values()]
+        return [local(t) for t in (*state.params.values(), *slots)]
+
+    return Side(run, tensors)
+
+
 class Work(NamedTuple):
     """One row at one size; runs on the ranks.
 
@@ -295,20 +312,7 @@ class Work(NamedTuple):
         config = StepConfig(self.share(), self.config.seq, microbatches=row.microbatches, clip=CLIP, **row.options)
         optimizer = adamw(weight_decay=DECAY)
         step = make_step(load_model("llama"), self.config, plan, mesh, optimizer, config, lambda number: LR)
-        state = init_state(step)
-        step.prepare()
-        count = float(self.sequences * self.config.seq)
-
-        def run() -> float:
-            nonlocal state
-            state, metrics = step(state, batches, count)
-            return metrics.loss.item()
-
-        def tensors() -> list[Tensor]:
-            slots = [slot for slots in state.slots.values() for slot in slots.values()]
-            return [local(t) for t in (*state.params.values(), *slots)]
-
-        return Side(run, tensors)
+        return side_of(step, batches, float(self.sequences * self.config.seq))
 
     def theirs(self, batches: list[Batch], weights: dict[str, Tensor], chosen: Mapping[str, Any] | None = None) -> Side:
         """Build the peer's side; ``chosen`` is one of the row's candidates."""

@@ -135,7 +135,7 @@ def moments(graph: fx.Graph, alignment: int = 1, owned: Mapping[str, str] = NOTH
     # 1. what each node allocates; 2. until when it lives; 3. of which kind it is; 4. walk
     nodes = list(graph.nodes)
     place = {n: i for i, n in enumerate(nodes)}
-    made = {n: allocated(n, alignment) for n in nodes}
+    made = {n: _allocated(n, alignment) for n in nodes}
     given = [n for n in nodes if n.op == "placeholder" and n.name in owned]
     made.update((n, {(n, 0): rounded(n.meta["val"], alignment)}) for n in given)
     ends, last = _ends(nodes, place, made)
@@ -162,7 +162,7 @@ Key = tuple[fx.Node, int]  # the node that allocates, and which of its results
 WORKSPACE = -1
 
 
-def allocated(node: fx.Node, alignment: int) -> dict[Key, int]:
+def _allocated(node: fx.Node, alignment: int) -> dict[Key, int]:
     """Return the bytes of each piece of memory that a node allocates."""
     value = node.meta.get("val")
     if node.op not in ("call_function", "call_method", "call_module") or node.target in (operator.getitem, WAIT):

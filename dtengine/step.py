@@ -339,7 +339,7 @@ class Step:
 
             self.programs[name] = untraced
             return
-        key, module = self.recall(name, {g: examples[g] for g in groups}, *self.facts)
+        key, module = self.recall(name, {g: examples[g] for g in groups})
         if module is None:
             run = self.executor
             run.begin()
@@ -348,8 +348,7 @@ class Step:
                 run, name, inputs, lambda g, size: run.placeholder(f"buffer_{g}", self.sum_buffer(g, size))
             )
             module = run.end(name, outputs)
-            if self.cache is not None and key is not None:
-                self.cache.save(key, module, self.mesh)
+            self.remember(key, module)
         program = Program(name, module, tuple(collectives_of(module.graph, self.mesh)))
         self.programs[name] = program
         check_collectives([program], self.mesh)
@@ -364,7 +363,7 @@ class Step:
         Args:
             name: of the program.
             examples: {group of inputs: tensors of the forms that they have}.
-            facts: what shapes it beside these, the model, the plan and the options.
+            facts: what shapes it beside these and what shapes all programs of the step.
         """
         if self.cache is None or dist.get_backend() == "fake":
             return None, None
@@ -381,7 +380,7 @@ class Step:
                     self.microbatch.dropout,
                 ),  # the seed is an input
                 "optimizer": self.updater.optimizer,
-                "facts": facts,
+                "facts": (*self.facts, *facts),
             }
         )
         module = None if key is None else self.cache.load(key, mesh, self.device, self.executor.mode)
@@ -393,6 +392,11 @@ class Step:
                 self.sum_buffer(int(group), node.meta["val"].numel())
         self.recalled.add(name)
         return key, module
+
+    def remember(self, key: str | None, module: GraphModule) -> None:
+        """Put a traced program into the cache, under the key that ``recall`` gave."""
+        if self.cache is not None and key is not None:
+            self.cache.save(key, module, self.mesh)
 
     # --- parts of them --------------------------------------------------------------------------------------------
 

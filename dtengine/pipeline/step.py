@@ -328,13 +328,12 @@ class PipelineStep(Step):
             run = self.executor
             x = [] if stage.first else [stage.enters(stream).message]
             examples, name = [*stage.examples(), *x, *batch], f"evaluate stage {stage.number}"
-            key, module = self.recall(name, {"input": examples}, *self.facts, stream.pieces, stream.index)
+            key, module = self.recall(name, {"input": examples}, stream.pieces, stream.index)
             if module is None:
                 run.begin()
                 nodes = [run.placeholder(f"input_{i}", t) for i, t in enumerate(examples)]
                 module = run.end(name, stage.evaluate(run, nodes, stream))
-                if self.cache is not None and key is not None:
-                    self.cache.save(key, module, self.mesh)
+                self.remember(key, module)
             self.forwards[shape] = Program(name, module, tuple(collectives_of(module.graph, self.mesh)))
             check_collectives([self.forwards[shape]], self.mesh)
         return self.forwards[shape]
@@ -345,15 +344,14 @@ class PipelineStep(Step):
         batch = self._batch()
         stream = self._stream(batch)
         forms = {"stage": stage.examples(), "batch": list(batch), "x": [stream.like]}
-        facts = (*self.facts, stage.number, kinds, stream.pieces, stream.index)
+        facts = (stage.number, kinds, stream.pieces, stream.index)
         entries = {kind: self.recall(piece_name(kind, stage), forms, *facts) for kind in kinds}
         modules = {kind: module for kind, (_, module) in entries.items() if module is not None}
         if len(modules) == len(kinds):
             return recall_stage(stage, self.totals, modules)
         made = trace_stage(stage, self.executor, self.totals, batch, stream, kinds, self._sum_of)
         for kind, (key, _) in entries.items():
-            if self.cache is not None and key is not None:
-                self.cache.save(key, made.pieces[kind].program.graph, self.mesh)
+            self.remember(key, made.pieces[kind].program.graph)
         return made
 
     def _batch(self) -> Batch:
